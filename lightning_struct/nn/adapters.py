@@ -112,13 +112,33 @@ def add_adapters(
             f"excluded and without an adapter is in {type(model).__name__}; lightning_struct.functional.register_layer "
             f"declares layers of other types to be linear{reasons_as_text(_reasons(model, selection))}"
         )
-    adapted = _adapted_layers(places, factory, dropout, scale=scale, learned_diagonals=learned_diagonals)
+    adapted: dict[nn.Module, AdaptedLinear | dict[str, UpdatedWeight]] = {}
+    for name, layer, parts in places:
+        if layer in adapted:
+            continue
+        try:
+            adapted[layer] = _adapted(layer, factory, parts, dropout, scale=scale, learned_diagonals=learned_diagonals)
+        except (TypeError, ValueError) as error:
+            way_out = f". exclude={name!r} leaves it as it is" if name else ""
+            raise type(error)(f"no adapter for {name or 'the model'}: {error}{way_out}") from error
+        _log.info("%s gets %s", name or "the model", adapted[layer])
 
     if not has_adapters(model):  # only now: an error leaves the model as it was
         model.requires_grad_(False)
     for parameter in trained:
         parameter.requires_grad_()
-    return _put_in_place(model, places, adapted)
+    for layer, new in adapted.items():
+        if isinstance(new, AdaptedLinear):
+            continue
+        for name, added in new.items():
+            module, attribute = _owner(layer, name)
+            present = _updated_weight(module, attribute)
+            if present is None:
+                add_parametrization(module, attribute, added)
+            else:
+                present.add(added)
+    new_layers = [(name, adapted[layer]) for name, layer, _ in places]
+    return set_modules(model, [(name, new) for name, new in new_layers if isinstance(new, AdaptedLinear)])
 
 
 def merge_adapters(model: Model) -> Model:
@@ -152,11 +172,8 @@ def merge_adapters(model: Model) -> Model:
     linear = [(name, layer) for name, layer in named if isinstance(layer, AdaptedLinear)]
     for name, layer in linear:
         _check_can_merge(name, layer)
-    merged: set[int] = set()
-    for _, layer in linear:
-        if id(layer) not in merged:
-            _merge(layer)
-            merged.add(id(layer))
+    for layer in dict.fromkeys(layer for _, layer in linear):
+        _merge(layer)
     model = set_modules(model, [(name, layer.base) for name, layer in linear])
     for _, layer in named:
         if _has_updated_weights(layer):
@@ -331,14 +348,25 @@ def _parameters_named(model: nn.Module, selectors: Trained | Iterable[Trained]) 
 def _places(model: nn.Module, selection: Selection) -> list[_Place]:
     """Where there are selected layers without an adapter; a layer may stand at several places."""
     adapters = [layer for layer in model.modules() if isinstance(layer, AdaptedLinear | StructuredUpdate)]
-    kept_away = {below for layer in adapters for below in layer.modules()}
-    kept_away |= hidden_layers(model, of_other_forwards=True)
+    left_alone = {below for layer in adapters for below in layer.modules()}
+    left_alone |= hidden_layers(model, of_other_forwards=True)
     places = []
     for name, layer in model.named_modules(remove_duplicate=False):
-        if layer in kept_away:
+        if layer in left_alone:
             continue
         if isinstance(layer, nn.MultiheadAttention):
-            parts = _selected_projections(name, layer, selection)
+            adapted = {
+                part
+                for part, (weight, row, _) in _blocks_of(layer).items()
+                if (present := _updated_weight(*_owner(layer, weight))) and str(row) in present.updates
+            }
+            sizes = dict.fromkeys(PROJECTIONS, layer.embed_dim) | {"k_proj": layer.kdim, "v_proj": layer.vdim}
+            linears = {part: nn.Linear(size, layer.embed_dim, device="meta") for part, size in sizes.items()}
+            parts = [
+                part
+                for part, linear in linears.items()
+                if part not in adapted and selection.has(f"{name}.{part}" if name else part, linear, layer)
+            ]
         else:
             is_linear = has_linear_weight(layer) or is_pointwise(layer)
             parts = [name] if is_linear and selection.has(name, layer) else []
@@ -370,35 +398,6 @@ def _why_not(name: str, layer: nn.Module, selection: Selection) -> str | None:
     if has_linear_weight(layer) or is_pointwise(layer) or isinstance(layer, nn.MultiheadAttention):
         return selection.why_not(name, layer)
     return "it is a convolution of more than single pixels" if isinstance(layer, CONVOLUTIONS) else None
-
-
-def _selected_projections(name: str, layer: nn.MultiheadAttention, selection: Selection) -> list[str]:
-    """Those of an attention's projections that are selected by their names below it and have no adapter yet."""
-    adapted = _adapted_projections(layer)
-    sizes = dict.fromkeys(PROJECTIONS, layer.embed_dim) | {"k_proj": layer.kdim, "v_proj": layer.vdim}
-    return [
-        part
-        for part, size in sizes.items()
-        if part not in adapted
-        and selection.has(f"{name}.{part}" if name else part, nn.Linear(size, layer.embed_dim, device="meta"), layer)
-    ]
-
-
-def _adapted_layers(
-    places: list[_Place], factory: LayerFactory, dropout: float, **options: Any
-) -> dict[nn.Module, AdaptedLinear | dict[str, UpdatedWeight]]:
-    """What :func:`_adapted` makes for each layer."""
-    adapted: dict[nn.Module, AdaptedLinear | dict[str, UpdatedWeight]] = {}
-    for name, layer, parts in places:
-        if layer in adapted:
-            continue
-        try:
-            adapted[layer] = _adapted(layer, factory, parts, dropout, **options)
-        except (TypeError, ValueError) as error:
-            way_out = f". exclude={name!r} leaves it as it is" if name else ""
-            raise type(error)(f"no adapter for {name or 'the model'}: {error}{way_out}") from error
-        _log.info("%s gets %s", name or "the model", adapted[layer])
-    return adapted
 
 
 def _adapted(
@@ -446,38 +445,12 @@ def _blocks_of(attention: nn.MultiheadAttention) -> dict[str, tuple[str, int, in
     return blocks
 
 
-def _adapted_projections(attention: nn.MultiheadAttention) -> set[str]:
-    """The projections that have an adapter."""
-    return {
-        part
-        for part, (name, row, _) in _blocks_of(attention).items()
-        if (updated_weight := _updated_weight(*_owner(attention, name))) and str(row) in updated_weight.updates
-    }
-
-
 def _updated_weight(module: nn.Module, name: str) -> UpdatedWeight | None:
     """What adds updates to a weight of the module."""
     if not parametrize.is_parametrized(module, name):
         return None
     parts = module.parametrizations[name]  # type: ignore[index]
     return next((part for part in parts if isinstance(part, UpdatedWeight)), None)
-
-
-def _put_in_place(
-    model: Model, places: list[_Place], adapted: Mapping[nn.Module, AdaptedLinear | dict[str, UpdatedWeight]]
-) -> Model:
-    """``model`` with what was made for its layers; the new layer where that is the model."""
-    for layer, new in adapted.items():
-        if not isinstance(new, AdaptedLinear):
-            for name, added in new.items():
-                module, attribute = _owner(layer, name)
-                present = _updated_weight(module, attribute)
-                if present is None:
-                    add_parametrization(module, attribute, added)
-                else:
-                    present.add(added)
-    new_layers = [(name, adapted[layer]) for name, layer, _ in places]
-    return set_modules(model, [(name, new) for name, new in new_layers if isinstance(new, AdaptedLinear)])
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

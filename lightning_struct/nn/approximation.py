@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,15 @@ from lightning_struct.functional.structured.operators import (
 )
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense
 from lightning_struct.functional.structured.tridiagonal import tridiagonal_to_dense
+
+if TYPE_CHECKING:
+    from lightning_struct.nn.ldr import LearnedOperatorLinear
+
+# Singular value decompositions of larger matrices are computed for the leading values alone, at random.
+_LARGEST_DECOMPOSED = 512
+_OVERSAMPLED, _POWERS = 8, 4
+# The largest range of log|d| over the entries d of D in which products with D and its inverse keep digits in float64.
+_LARGEST_LOG_RANGE = 12.0
 
 
 def relative_error(matrix: Tensor, target: Tensor) -> float:
@@ -86,54 +95,45 @@ def refine_(weights: Sequence[Tensor], to_dense: Callable[[], Tensor], target: T
         target: (m, n), float64.
         iterations: at most.
     """
+    if iterations == 0:
+        return
     scale = target.square().sum().clamp(min=torch.finfo(target.dtype).tiny)
-    best = float("inf")
-    kept = [weight.detach().clone() for weight in weights]
-
-    def loss() -> Tensor:
-        return (to_dense() - target).square().sum() / scale
+    least = float("inf")
+    best = [weight.detach().clone() for weight in weights]
 
     def closure() -> Tensor:
-        nonlocal best
+        nonlocal least
         bar.update(1)
         for weight in weights:
             weight.grad = None
-        value = loss()
+        value = (to_dense() - target).square().sum() / scale
         value.backward()
-        if value.item() < best:
-            best = value.item()
-            for copy, weight in zip(kept, weights, strict=True):
+        if value.item() < least:
+            least = value.item()
+            for copy, weight in zip(best, weights, strict=True):
                 copy.copy_(weight.detach())
-            bar.set_description(f"relative error {best**0.5:.2g}", refresh=False)
+            bar.set_description(f"relative error {least**0.5:.2g}", refresh=False)
         return value
 
-    if iterations > 0:
-        optimizer = torch.optim.LBFGS(
-            weights,
-            max_iter=iterations,
-            history_size=100,
-            tolerance_grad=1e-10,
-            tolerance_change=1e-13,
-            line_search_fn="strong_wolfe",
-        )
-        with torch.enable_grad(), progress_bar(iterations * 5 // 4, "evaluation") as bar:
-            optimizer.step(closure)
-        with torch.no_grad():
-            for copy, weight in zip(kept, weights, strict=True):
-                weight.copy_(copy)
-                weight.grad = None
+    optimizer = torch.optim.LBFGS(
+        weights,
+        max_iter=iterations,
+        history_size=100,
+        tolerance_grad=1e-10,
+        tolerance_change=1e-13,
+        line_search_fn="strong_wolfe",
+    )
+    with torch.enable_grad(), progress_bar(iterations * 5 // 4, "evaluation") as bar:
+        optimizer.step(closure)
+    with torch.no_grad():
+        for copy, weight in zip(best, weights, strict=True):
+            weight.copy_(copy)
+            weight.grad = None
 
 
 def progress_bar(total: int, unit: str) -> Any:
     """tqdm's, on a terminal after some seconds, or what torch has in place of it where that is not installed."""
     return tqdm(total=total, unit=unit, delay=3.0, leave=False, disable=not sys.stderr.isatty())
-
-
-# Singular value decompositions of larger matrices are computed for the leading values alone, at random.
-_LARGEST_DECOMPOSED = 512
-_OVERSAMPLED, _POWERS = 8, 4
-# The largest range of log|d| over the entries d of D in which products with D and its inverse keep digits in float64.
-_LARGEST_LOG_RANGE = 12.0
 
 
 def leading_factors(R: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -207,37 +207,6 @@ def _fit_rows(
     return SubdiagonalOperator(entries[1:], entries[0]), along_w - entries[:, None] * along_above
 
 
-class LearnedOperators(Protocol):
-    """What the search reads of a layer: :class:`~lightning_struct.nn.ldr.LearnedOperatorLinear` has it."""
-
-    in_features: int
-    out_features: int
-
-    @property
-    def G(self) -> Tensor:
-        """(m, r)."""
-
-    @property
-    def H(self) -> Tensor:
-        """(n, r)."""
-
-    @property
-    def subdiagonal_a(self) -> Tensor:
-        """(m - 1,), of A."""
-
-    @property
-    def subdiagonal_b(self) -> Tensor:
-        """(n - 1,), of B."""
-
-    @property
-    def corner(self) -> str:
-        """``"learned"``, if corners are searched too."""
-
-    @property
-    def operators(self) -> tuple[DisplacementOperator, DisplacementOperator]:
-        """A and B; their entries are those of the layer's parameters, or views of them."""
-
-
 class BalancedCoordinates:
     """M of a layer as D_a M'(A', B', G', H') D_b, with A' = D_a⁻¹ A D_a of constant subdiagonal, and B' likewise.
 
@@ -245,12 +214,12 @@ class BalancedCoordinates:
         layer: in float64. No entry of its subdiagonals may be zero.
     """
 
-    def __init__(self, layer: LearnedOperators) -> None:
+    def __init__(self, layer: LearnedOperatorLinear) -> None:
         self.layer = layer
         self._sides = [_Side(*pair) for pair in zip(layer.operators, (layer.G, layer.H), strict=True)]
 
     @staticmethod
-    def are_exact_for(layer: LearnedOperators) -> bool:
+    def are_exact_for(layer: LearnedOperatorLinear) -> bool:
         """Whether the entries of D range over few orders of magnitude, and none of the subdiagonals' is zero."""
         return all(
             bool(log_range(subdiagonal) < _LARGEST_LOG_RANGE)
@@ -289,9 +258,10 @@ class _Side:
 
     def __init__(self, operator: DisplacementOperator, generators: Tensor) -> None:
         assert isinstance(operator, SubdiagonalOperator | TridiagonalOperator)
-        path = _path(operator.subdiagonal.detach())
-        self._constant = _typical_size(operator.subdiagonal.detach())
-        self._start = path
+        subdiagonal = operator.subdiagonal.detach()
+        # The geometric mean c of the absolute entries, (); and the entries d of D with A = c D Z D⁻¹, (n,).
+        self._constant = subdiagonal.abs().log().mean().exp() if len(subdiagonal) else subdiagonal.new_ones(())
+        self._start = path = F.pad((subdiagonal / self._constant).cumprod(0), (1, 0), value=1.0)
         self._moved = torch.ones_like(path)
         first_by_last = path[0] / path[-1]
         self.generators = generators.detach() / path[:, None]
@@ -333,16 +303,6 @@ class _Side:
             operator.diagonal.copy_(self._others[0])
             operator.superdiagonal.copy_(self._others[1] * d[:-1] / d[1:])
         generators.copy_(d[:, None] * self.generators)
-
-
-def _typical_size(subdiagonal: Tensor) -> Tensor:
-    """The geometric mean of the absolute entries, (); 1 where there are none."""
-    return subdiagonal.abs().log().mean().exp() if len(subdiagonal) else subdiagonal.new_ones(())
-
-
-def _path(subdiagonal: Tensor) -> Tensor:
-    """The entries d of D with A = c D Z D⁻¹: cumulative products of the entries over their geometric mean c, (n,)."""
-    return F.pad((subdiagonal / _typical_size(subdiagonal)).cumprod(0), (1, 0), value=1.0)
 
 
 def log_range(subdiagonal: Tensor) -> Tensor:

@@ -135,16 +135,14 @@ class StructuredAttention(nn.Module):
 
     def _added_to_scores(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
         """Both masks as one that is added to scores (N, heads, L, S)."""
-        masks = []
-        if attn_mask is not None:
-            masks.append(attn_mask.unflatten(0, (-1, self.num_heads)) if attn_mask.dim() == 3 else attn_mask)
-        if padding is not None:
-            masks.append(padding[:, None, None])
+        if attn_mask is not None and attn_mask.dim() == 3:
+            attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
         added = [
             torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, -torch.inf)
             if mask.dtype == torch.bool
             else mask.to(q.dtype)
-            for mask in masks
+            for mask in (attn_mask, None if padding is None else padding[:, None, None])
+            if mask is not None
         ]
         return sum(added[1:], added[0]) if added else None
 

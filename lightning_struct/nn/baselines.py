@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.structured.arguments import computing_dtype
 from lightning_struct.functional.structured.cost_model import (
-    LARGEST_KEPT_MATRIX,
-    kept_circulant_is_faster,
+    LARGEST_PREPARED_MATRIX,
     making_is_faster,
+    prepared_circulant_is_faster,
 )
 from lightning_struct.functional.structured.fourier import as_pair, multiplied, real_irfft, real_rfft
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix
@@ -37,7 +37,7 @@ class CirculantSpectrum:
     keeps_precision: ClassVar[bool] = True
 
     def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return kept_circulant_is_faster(m, n, rows)
+        return prepared_circulant_is_faster(m, n, rows)
 
     def matmul(self, x: Tensor) -> Tensor:
         computed = x.to(computing_dtype(x))
@@ -93,10 +93,7 @@ class Circulant(StructuredLinear):
     def _makes_matrix(self, rows: int) -> bool:
         return making_is_faster(self.out_features, self.in_features, rows, break_even=220)
 
-    def _keeps_dense(self, batch: int) -> bool:
-        return kept_circulant_is_faster(self.out_features, self.in_features, batch)
-
-    def _compressed(self) -> PreparedMatrix:
+    def _prepare_factors(self) -> PreparedMatrix:
         size = self.column.numel()
         square = CirculantSpectrum(torch.fft.rfft(self.column.to(computing_dtype(self.column))), size)
         return LeadingSubmatrix(square, size - self.in_features, self.out_features)
@@ -130,7 +127,7 @@ class SparseEntries:
     columns: int
 
     def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return m * n <= LARGEST_KEPT_MATRIX
+        return m * n <= LARGEST_PREPARED_MATRIX
 
     def matmul(self, x: Tensor) -> Tensor:
         return F.linear(x, self.to_dense())
@@ -197,15 +194,12 @@ class PrunedLinear(StructuredLinear):
         nn.init.normal_(self.values, std=math.sqrt(self.out_features / kept))
 
     def _dense(self) -> Tensor:
-        return self._compressed().to_dense()
+        return self._prepare_factors().to_dense()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, parameters={self.values.numel()}"
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        return self._compressed().matmul(x)
-
-    def _compressed(self) -> SparseEntries:
+    def _prepare_factors(self) -> SparseEntries:
         return SparseEntries(self.values, self.places, self.out_features, self.in_features)
 
     def _start_near(self, weight: Tensor) -> None:

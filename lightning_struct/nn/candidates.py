@@ -39,7 +39,7 @@ class Option:
 def least_increase(options: Sequence[Sequence[Option]], allowed: int) -> list[int]:
     """The option of each layer such that the sum of the increases of the loss is least within ``allowed`` parameters.
 
-    The multiple-choice knapsack problem. Layer after layer, those partial choices are kept of which no other one is
+    The multiple-choice knapsack problem. Layer after layer, a partial choice remains unless another one is
     both smaller and better. That is exact while they are few; of more than 2048, one is left in each small range of
     sizes. Of options with equal increases the largest is taken that there is room for.
 
@@ -48,60 +48,58 @@ def least_increase(options: Sequence[Sequence[Option]], allowed: int) -> list[in
         allowed: at least the sum of the smallest options.
     """
     sizes, losses = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
-    room = allowed - sum(of_layer[_smallest(of_layer)].parameters for of_layer in options)  # if the rest is smallest
+    room = allowed - _smallest(options)  # if the rest is smallest
     fronts: list[Tensor] = []
     for of_layer in options:
         of_options = torch.tensor([option.parameters for option in of_layer])
         sizes = (sizes[:, None] + of_options - of_options.min()).flatten()  # over the smallest
         of_losses = torch.tensor([option.loss_increase for option in of_layer], dtype=torch.float64)
         losses = (losses[:, None] + of_losses).flatten()
-        front = _thinned(*_front(sizes, losses, room))
+        # The choices within the room that are better than all smaller ones, by size.
+        order = losses.argsort(stable=True)
+        order = order[sizes[order].argsort(stable=True)]
+        order = order[sizes[order] <= room]
+        least_before = losses[order].cummin(0).values.roll(1)
+        least_before[0] = math.inf
+        front = _thinned(order[losses[order] < least_before], sizes)
         fronts.append(front)
         sizes, losses = sizes[front], losses[front]
     choice: list[int] = []
     state = len(sizes) - 1  # the one with the least loss
     for of_layer, front in zip(reversed(options), reversed(fronts), strict=True):
         state, option = divmod(int(front[state]), len(of_layer))
-        choice.append(option)
-    return _filled_up(options, choice[::-1], allowed)
-
-
-def _front(sizes: Tensor, losses: Tensor, room: int) -> tuple[Tensor, Tensor]:
-    """The indices of the choices within ``room`` that are better than all smaller ones, by size; and their sizes."""
-    order = losses.argsort(stable=True)
-    order = order[sizes[order].argsort(stable=True)]
-    order = order[sizes[order] <= room]
-    least_before = losses[order].cummin(0).values.roll(1)
-    least_before[0] = math.inf
-    front = order[losses[order] < least_before]
-    return front, sizes[front]
+        choice.insert(0, option)
+    # Larger options that cost no more, as far as there is room.
+    room = allowed - _size(options, choice)
+    for layer, of_layer in enumerate(options):
+        now = of_layer[choice[layer]]
+        parameters, number = max(
+            (option.parameters, -number)
+            for number, option in enumerate(of_layer)
+            if option.loss_increase <= now.loss_increase and option.parameters <= now.parameters + room
+        )
+        room -= parameters - now.parameters
+        choice[layer] = -number
+    return choice
 
 
 def _thinned(front: Tensor, sizes: Tensor) -> Tensor:
     """The smallest choice of a front, and the best one of each of as many ranges of sizes as it may be long."""
     if len(front) <= _LONGEST_FRONT:
         return front
+    sizes = sizes[front]
     ranges = (sizes - sizes[0]) * _LONGEST_FRONT // (sizes[-1] - sizes[0] + 1)
     is_last = ranges.diff(append=ranges.new_tensor([_LONGEST_FRONT])) > 0
     is_last[0] = True
     return front[is_last]
 
 
-def _filled_up(options: Sequence[Sequence[Option]], choice: Sequence[int], allowed: int) -> list[int]:
-    """The choice with larger options where these cost no more and there is room."""
-    room = allowed - sum(of_layer[index].parameters for of_layer, index in zip(options, choice, strict=True))
-    larger = []
-    for of_layer, index in zip(options, choice, strict=True):
-        now = of_layer[index]
-        others = [(option.parameters, -number) for number, option in enumerate(of_layer) if _costs_no_more(option, now)]
-        parameters, number = max(other for other in others if other[0] <= now.parameters + room)
-        room -= parameters - now.parameters
-        larger.append(-number)
-    return larger
+def _size(options: Sequence[Sequence[Option]], choice: Sequence[int]) -> int:
+    return sum(of_layer[index].parameters for of_layer, index in zip(options, choice, strict=True))
 
 
-def _costs_no_more(option: Option, other: Option) -> bool:
-    return option.loss_increase <= other.loss_increase
+def _smallest(options: Sequence[Sequence[Option]]) -> int:
+    return sum(min(option.parameters for option in of_layer) for of_layer in options)
 
 
 def smallest_within(
@@ -118,24 +116,19 @@ def smallest_within(
         The option of each layer. All layers as they are where no smaller choice that is tried is within ``allowed``.
     """
     best = [0] * len(options)
-    low = sum(of[_smallest(of)].parameters for of in options)
-    high = sum(of[0].parameters for of in options)
+    low, high = _smallest(options), _size(options, best)
     tried = low  # the smallest of all first: that may do
     for _ in range(_BISECTIONS):
         choice = least_increase(options, tried)
         if increase(choice) <= allowed:
             best = choice
-            high = sum(of[index].parameters for of, index in zip(options, choice, strict=True))
+            high = _size(options, choice)
         else:
             low = tried
         if high - low <= max(1, high // 200):
             break
         tried = round(math.sqrt(low * high))
     return best
-
-
-def _smallest(of_layer: Sequence[Option]) -> int:
-    return min(range(len(of_layer)), key=lambda index: of_layer[index].parameters)
 
 
 _LARGEST = 2048  # outputs; the eigenvectors of a larger moment take longer than a minute
@@ -155,7 +148,10 @@ def observed_outputs(layers: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Te
         y = (y if bias is None else y - bias).reshape(-1, y.shape[-1]).double()  # also of a single sample
         moments[layer] = moments[layer] + y.T @ y if layer in moments else y.T @ y
 
-    handles = [layer.register_forward_hook(note) for layer in layers if _outputs(layer) <= _LARGEST]
+    def outputs(layer: Any) -> int:
+        return layer.weight.shape[0] if isinstance(layer, (nn.Linear, *CONVOLUTIONS)) else _LARGEST
+
+    handles = [layer.register_forward_hook(note) for layer in layers if outputs(layer) <= _LARGEST]
     try:
         yield moments
     finally:
@@ -207,7 +203,3 @@ def _principal_outputs(weight: Tensor, moment: Tensor | None) -> Tensor:
     total = of_weight.trace()
     mixed = moment / moment.trace() + (_WEIGHT_SHARE * of_weight / total if total > 0 else 0)
     return torch.linalg.eigh(mixed)[1].flip(1)
-
-
-def _outputs(layer: Any) -> int:
-    return layer.weight.shape[0] if isinstance(layer, (nn.Linear, *CONVOLUTIONS)) else _LARGEST

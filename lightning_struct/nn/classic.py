@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -11,12 +12,11 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.functional.structured.cost_model import (
-    LARGEST_KEPT_MATRIX,
     LARGEST_MATRIX,
-    kept_low_rank_matrix_is_faster,
-    kept_matrix_is_faster,
+    LARGEST_PREPARED_MATRIX,
     krylov_product_is_faster,
     made_matrix_is_faster,
+    prepared_low_rank_matrix_is_faster,
 )
 from lightning_struct.functional.structured.operators import SubdiagonalOperator
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix, ReversedColumns
@@ -80,7 +80,12 @@ class GeneratorLinear(StructuredLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.rank = _checked_rank(rank, self.in_features, self.out_features)
+        self.rank, largest_rank = positive_size("rank", rank), min(self.in_features, self.out_features)
+        if self.rank > largest_rank:
+            raise ValueError(
+                f"rank must be at most min(in_features, out_features) = {largest_rank}, but is {rank}: give a smaller "
+                "one, or take nn.Linear"
+            )
         if pad is not None and pad not in get_args(Pad):
             raise ValueError(f"pad must be 'square' or None, but is {pad!r}")
         require_one_of("init", init, get_args(Init))
@@ -140,9 +145,8 @@ class GeneratorLinear(StructuredLinear):
 
     def _set_generators(self, R: Tensor) -> None:
         """Make G Hᵀ the matrix of rank r nearest to R (rows, columns)."""
-        G, H = truncated_factors(R, self.rank)
-        self.G.copy_(G)
-        self.H.copy_(H)
+        for generators, near in zip((self.G, self.H), truncated_factors(R, self.rank), strict=True):
+            generators.copy_(near)
 
     def _multiply(self, x: Tensor) -> Tensor:
         filled_up = x if self.columns == self.in_features else F.pad(x, (0, self.columns - self.in_features))
@@ -154,16 +158,6 @@ class GeneratorLinear(StructuredLinear):
         if self.pad is None:
             return matrix
         return LeadingSubmatrix(matrix, self.columns - self.in_features, self.out_features)
-
-
-def _checked_rank(rank: int, in_features: int, out_features: int) -> int:
-    rank, largest = positive_size("rank", rank), min(in_features, out_features)
-    if rank > largest:
-        raise ValueError(
-            f"rank must be at most min(in_features, out_features) = {largest}, but is {rank}: give a smaller one, or "
-            "take nn.Linear"
-        )
-    return rank
 
 
 def sum_of_overlaps(m: int, n: int) -> int:
@@ -184,7 +178,7 @@ class LowRankFactors:
     H: Tensor
 
     def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return kept_low_rank_matrix_is_faster(m, n, rows)
+        return prepared_low_rank_matrix_is_faster(m, n, rows)
 
     def matmul(self, x: Tensor) -> Tensor:
         return F.linear(F.linear(x, self.H.T), self.G)
@@ -219,10 +213,7 @@ class LowRank(GeneratorLinear):
     def _square_multiply(self, x: Tensor) -> Tensor:
         return LowRankFactors(self.G, self.H).matmul(x)
 
-    def _keeps_dense(self, batch: int) -> bool:
-        return kept_low_rank_matrix_is_faster(self.out_features, self.in_features, batch)
-
-    def _compressed(self) -> PreparedMatrix:
+    def _prepare_factors(self) -> PreparedMatrix:
         return LowRankFactors(self.G[: self.out_features], self.H[: self.in_features])
 
     def _start_near(self, weight: Tensor) -> None:
@@ -266,14 +257,11 @@ class ToeplitzLike(GeneratorLinear):
     def _square_multiply(self, x: Tensor) -> Tensor:
         return toeplitz_like_matmul(*self._generators(), x)
 
-    def _keeps_dense(self, batch: int) -> bool:
-        return kept_matrix_is_faster(self.out_features, self.in_features, self.rank, batch)
-
     def _prepare(self, dense: bool) -> PreparedMatrix:
         return super()._prepare(dense) if dense else self._part(self._prepare_square())
 
-    def _compressed(self) -> PreparedMatrix:
-        return self._part(self._prepare_square().compressed())
+    def _prepare_factors(self) -> PreparedMatrix:
+        return self._part(self._prepare_square().reduced())
 
     def _prepare_square(self) -> ScaledToeplitzSpectra | ReversedColumns:
         return prepare_toeplitz_like(self.G, self.H)
@@ -340,7 +328,7 @@ class VandermondeFactors:
     keeps_precision: ClassVar[bool] = True
 
     def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return m * n <= LARGEST_KEPT_MATRIX
+        return m * n <= LARGEST_PREPARED_MATRIX
 
     def matmul(self, x: Tensor) -> Tensor:
         return vandermonde_like_matmul(self.nodes, self.G, self.H, x).to(x.dtype)
@@ -365,7 +353,7 @@ class CauchyFactors:
     keeps_precision: ClassVar[bool] = True
 
     def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return m * n <= LARGEST_KEPT_MATRIX
+        return m * n <= LARGEST_PREPARED_MATRIX
 
     def matmul(self, x: Tensor) -> Tensor:
         y = cauchy_like_matmul(self.row_nodes, self.column_nodes, self.G, self.H, x, check_nodes=False)
@@ -377,14 +365,34 @@ class _FixedNodesLinear(GeneratorLinear):
 
     node_names: ClassVar[tuple[str, ...]]
     """The buffers: those of the rows, then those of the columns if these have any."""
+    factors: ClassVar[Callable[..., PreparedMatrix]]
+    """The prepared matrix of the nodes, G and H."""
 
     def _add_operators(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         at_least_single = torch.promote_types(self.G.dtype, torch.float32)
         for name, size in zip(self.node_names, (self.rows, self.columns), strict=False):
             self.register_buffer(name, torch.empty(size, device=device, dtype=at_least_single))
 
+    def _draw_weights(self) -> None:
+        for name, nodes in zip(self.node_names, self._drawn_nodes(), strict=True):
+            getattr(self, name).copy_(nodes)
+        super()._draw_weights()
+
+    def _drawn_nodes(self) -> tuple[Tensor, ...]:
+        """The nodes of a new layer."""
+        raise NotImplementedError
+
+    def _nodes(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.node_names}
+
+    def _square_multiply(self, x: Tensor) -> Tensor:
+        return type(self).factors(*self._nodes().values(), *self._generators()).matmul(x)
+
+    def _prepare_factors(self) -> PreparedMatrix:
+        return self._part(type(self).factors(*self._nodes().values(), self.G, self.H))
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        nodes = {name: getattr(self, name) for name in self.node_names}
+        nodes = self._nodes()
         super()._apply(fn, recurse)
         restore_precision(self, nodes)
         return self
@@ -412,15 +420,13 @@ class VandermondeLike(_FixedNodesLinear):
     """
 
     node_names = ("nodes",)
+    factors = VandermondeFactors
 
     nodes: Tensor
 
-    def _draw_weights(self) -> None:
-        if self.init == "reference":
-            nn.init.uniform_(self.nodes, -0.7, 0.7)
-        else:
-            self.nodes.copy_(self._even_nodes())
-        super()._draw_weights()
+    def _drawn_nodes(self) -> tuple[Tensor, ...]:
+        even = self.init != "reference"
+        return (self._even_nodes() if even else nn.init.uniform_(torch.empty_like(self.nodes), -0.7, 0.7),)
 
     def _even_nodes(self) -> Tensor:
         # Not Chebyshev's, which crowd at 1 and -1: there all rows are alike, and together they make SGD diverge.
@@ -436,15 +442,9 @@ class VandermondeLike(_FixedNodesLinear):
     def _square_to_dense(self) -> Tensor:
         return vandermonde_like_to_dense(self.nodes, *self._generators()).to(self.H.dtype)
 
-    def _square_multiply(self, x: Tensor) -> Tensor:
-        return VandermondeFactors(self.nodes, *self._generators()).matmul(x)
-
     def _makes_matrix(self, rows: int) -> bool:
         # A row of M takes three transforms, one of the input 1 + r and r products with a matrix like M. Measured.
         return rows * 8 > self.rows and self.rows * self.columns <= LARGEST_MATRIX
-
-    def _compressed(self) -> PreparedMatrix:
-        return self._part(VandermondeFactors(self.nodes, self.G, self.H))
 
     def _start_near(self, weight: Tensor) -> None:
         target = self._squared(weight)
@@ -478,19 +478,17 @@ class CauchyLike(_FixedNodesLinear):
     """
 
     node_names = ("row_nodes", "column_nodes")
+    factors = CauchyFactors
 
     row_nodes: Tensor
     column_nodes: Tensor
 
-    def _draw_weights(self) -> None:
-        row_nodes, column_nodes = self._drawn_nodes()
-        self.row_nodes.copy_(row_nodes)
-        self.column_nodes.copy_(column_nodes)
-        super()._draw_weights()
-
     def _drawn_nodes(self) -> tuple[Tensor, Tensor]:
         if self.init == "reference":
-            return self._dealt_nodes()
+            of_both = [torch.arange(size, device="cpu", dtype=torch.float64) for size in (self.rows, self.columns)]
+            shares = [(numbers + 0.5) / len(numbers) for numbers in of_both]
+            order = torch.cat(shares).argsort(stable=True).argsort()
+            return order[: self.rows], order[self.rows :]
         # Not dealt out: an entry is G Hᵀ over the distance, and most of 256 columns would be far from each of 10 rows.
         sizes = sorted((self.rows, self.columns))
         few, many = (torch.arange(size, device="cpu", dtype=torch.float64) for size in sizes)
@@ -498,23 +496,10 @@ class CauchyLike(_FixedNodesLinear):
         spread = 2 * places.floor() + 0.5 + places.frac()
         return (2 * few, spread) if self.rows <= self.columns else (spread, 2 * few)
 
-    def _dealt_nodes(self) -> tuple[Tensor, Tensor]:
-        places = [
-            (torch.arange(size, device="cpu", dtype=torch.float64) + 0.5) / size for size in (self.rows, self.columns)
-        ]
-        order = torch.cat(places).argsort(stable=True).argsort()
-        return order[: self.rows], order[self.rows :]
-
     def _sum_of_squares(self) -> float:
         row_nodes, column_nodes = self._drawn_nodes()  # not the buffers: on the meta device they have no values
         differences = row_nodes[: self.out_features, None].double() - column_nodes[: self.in_features]
         return float((1 / differences.square()).sum())
-
-    def _square_multiply(self, x: Tensor) -> Tensor:
-        return CauchyFactors(self.row_nodes, self.column_nodes, self.G, self.H).matmul(x)
-
-    def _compressed(self) -> PreparedMatrix:
-        return self._part(CauchyFactors(self.row_nodes, self.column_nodes, self.G, self.H))
 
     def _start_near(self, weight: Tensor) -> None:
         self._set_generators((self.row_nodes[:, None] - self.column_nodes) * self._squared(weight))
@@ -524,10 +509,8 @@ class CauchyLike(_FixedNodesLinear):
         return super()._refinement() * 1024 // max(1024, self.in_features, self.out_features)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        # Up to version 0.2 layers in half precision had rounded nodes, and all layers had the nodes that are dealt out.
-        for name, dealt, drawn in zip(self.node_names, self._dealt_nodes(), self._drawn_nodes(), strict=True):
+        for name, exact in zip(self.node_names, self._drawn_nodes(), strict=True):  # a file may have rounded ones
             nodes = state_dict.get(prefix + name)
-            if isinstance(nodes, Tensor) and nodes.dtype in HALF_PRECISION:
-                exact = drawn if torch.equal(nodes, drawn.to(nodes)) else dealt
+            if isinstance(nodes, Tensor) and nodes.dtype in HALF_PRECISION and torch.equal(nodes, exact.to(nodes)):
                 state_dict[prefix + name] = exact.to(nodes.device, torch.float32)
         super()._load_from_state_dict(state_dict, prefix, *arguments)

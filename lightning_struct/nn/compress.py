@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,8 +40,6 @@ _PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the numbers of a layer by
 BatchLoss = Callable[[nn.Module, Any], Tensor]
 """The mean loss of a model on a batch, ()."""
 Candidates = Callable[[nn.Linear], Iterable[LayerFactory]]
-_CandidatesOfLayer = Callable[[nn.Linear, nn.Module], Iterable[LayerFactory]]
-_Measure = Callable[[nn.Module], float]
 
 
 def compress(
@@ -111,32 +109,52 @@ def compress(
         >>> sum(parameter.numel() for parameter in model.parameters()) <= 0.5 * 4810
         True
     """
-    _check_has_values(model)
     check_goal(budget, max_loss_increase)
     if candidates is not None and not callable(candidates):
         raise TypeError(f"candidates must be a function that returns them for an nn.Linear, but is {candidates!r}")
-    parameters = _count(model)
-    allowed = _allowed(budget, parameters)
+    _check_has_values(model)
     batches = [data] if isinstance(data, Tensor) else list(data)
     if not batches:
         raise ValueError("compress measures losses on data, but data has no batches")
+    parameters = _count(model)
     selection = Selection(model, include, exclude)
     with _called_attention(model) as owners:
         places = _places(model, owners, selection)
         measured = functools.partial(_mean_loss, batches=batches, loss=loss or _output_change(model, batches))
-        start, candidates_of = _loss_and_candidates(model, places, candidates, measured)
-        options = _measured_options(model, places, candidates_of, measured, start)
-        if allowed is not None:
-            choice = _choice_within_budget(options, allowed, parameters, budget)
+        with observed_outputs([model.get_submodule(n[0]) for n in places] if candidates is None else []) as moments:
+            start = measured(model)
+        if start == float("inf"):
+            raise ValueError(
+                "the loss of the model on data is not finite: compress needs a trained model, and finite data"
+            )
+        options = _measured_options(model, places, candidates, moments, measured, start)
+
+        def chosen_layers(choice: Sequence[int]) -> list[tuple[str, nn.Module]]:
+            picked = zip(places, options, choice, strict=True)
+            return [(name, layer) for names, of, i in picked if (layer := of[i].layer) is not None for name in names]
+
+        def increase(choice: Sequence[int]) -> float:
+            with _replaced(model, chosen_layers(choice)) as compressed:
+                return measured(compressed) - start
+
+        if max_loss_increase is not None:
+            choice = smallest_within(options, max_loss_increase, increase)
         else:
-            assert max_loss_increase is not None
-            choice = _choice_within_increase(model, places, options, max_loss_increase, measured, start)
-        new = _chosen_layers(places, options, choice)
+            assert budget is not None
+            allowed = int(budget * parameters) if budget <= 1 else int(budget)
+            others = parameters - sum(of[0].parameters for of in options)
+            smallest = others + sum(min(option.parameters for option in of) for of in options)
+            if allowed < smallest:
+                raise ValueError(
+                    f"budget={budget} allows {allowed:,} parameters, but with these candidates and layers the smallest "
+                    f"model has {smallest:,} of {parameters:,}: {others:,} are in what is not replaced. Give a larger "
+                    "budget, or further candidates="
+                )
+            choice = least_increase(options, allowed - others)
         for names, index in zip(places, choice, strict=True):
             if index == 0:
-                _note_left(model.get_submodule(names[0]), owners, "compress has kept it")
-        compressed = put_in_place(model, new)
-    by_single_layers = sum(of[index].loss_increase for of, index in zip(options, choice, strict=True))
+                _note_left(model.get_submodule(names[0]), owners, "compress leaves it as it is")
+        compressed = put_in_place(model, chosen_layers(choice))
     _log.info(
         "compressed from %s to %s parameters, %d of %d layers: loss %.4g before, %.4g now, %.4g by the sum of single "
         "layers",
@@ -146,7 +164,7 @@ def compress(
         len(places),
         start,
         measured(compressed),
-        start + by_single_layers,
+        start + sum(of[index].loss_increase for of, index in zip(options, choice, strict=True)),
     )
     return compressed
 
@@ -191,13 +209,6 @@ def check_goal(budget: float | None, max_loss_increase: float | None) -> None:
         )
 
 
-def _allowed(budget: float | None, parameters: int) -> int | None:
-    """The number of parameters that a budget leaves; None without one."""
-    if budget is None:
-        return None
-    return int(budget * parameters) if budget <= 1 else int(budget)
-
-
 def _check_has_values(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
@@ -236,10 +247,14 @@ def _called_attention(model: nn.Module) -> Iterator[dict[nn.Module, nn.Module]]:
 
 def _places(model: nn.Module, owners: dict[nn.Module, nn.Module], selection: Selection) -> list[list[str]]:
     """The names of each selected layer; several where it stands at several places."""
-    owner_of = _owner_of(owners)
+    owner_of = {part: owner for called, owner in owners.items() for part in called.children()}
     left = hidden_layers(model, of_other_forwards=True)
     left |= {part for module in model.modules() if isinstance(module, StructuredLinear) for part in module.modules()}
-    shared = _shared_elsewhere(model)
+    holders: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, set()).add(module)
+    shared = {module for of in holders.values() if len(of) > 1 for module in of}
     names: dict[nn.Module, list[str]] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
         if layer in left or as_matrix(layer) is None:
@@ -262,47 +277,20 @@ def _places(model: nn.Module, owners: dict[nn.Module, nn.Module], selection: Sel
     return list(names.values())
 
 
-def _owner_of(owners: dict[nn.Module, nn.Module]) -> dict[nn.Module, nn.Module]:
-    """For each projection the attention that it is a part of in the model as it was."""
-    return {part: owner for called, owner in owners.items() for part in called.children()}
-
-
 def _note_left(layer: nn.Module, owners: dict[nn.Module, nn.Module], reason: str) -> None:
     """Keep the reason for a layer, and for the attention that is put back if none of its projections is replaced."""
     note_left(layer, reason)
-    note_left(_owner_of(owners).get(layer, layer), reason)
-
-
-def _shared_elsewhere(model: nn.Module) -> set[nn.Module]:
-    """The modules with a parameter that another module has, too."""
-    holders: dict[nn.Parameter, set[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(parameter, set()).add(module)
-    return {module for of in holders.values() if len(of) > 1 for module in of}
-
-
-def _loss_and_candidates(
-    model: nn.Module, places: Sequence[list[str]], candidates: Candidates | None, measured: _Measure
-) -> tuple[float, _CandidatesOfLayer]:
-    """The loss of the model as it is, and the candidates of each layer, by default from the outputs seen meanwhile."""
-    layers = [model.get_submodule(names[0]) for names in places]
-    with observed_outputs(layers if candidates is None else []) as moments:
-        start = measured(model)
-    if start == float("inf"):
-        raise ValueError("the loss of the model on data is not finite: compress needs a trained model, and finite data")
-
-    def candidates_of(linear: nn.Linear, layer: nn.Module) -> Iterable[LayerFactory]:
-        return default_candidates(linear, moments.get(layer)) if candidates is None else candidates(linear)
-
-    return start, candidates_of
+    for called, owner in owners.items():
+        if layer in called.children():
+            note_left(owner, reason)
 
 
 def _measured_options(
     model: nn.Module,
     places: Sequence[list[str]],
-    candidates: _CandidatesOfLayer,
-    measured: _Measure,
+    candidates: Candidates | None,
+    moments: Mapping[nn.Module, Tensor],
+    measured: Callable[[nn.Module], float],
     start: float,
 ) -> list[list[Option]]:
     """For each layer: as it is, and the candidates that are smaller, each with what it costs."""
@@ -314,7 +302,8 @@ def _measured_options(
             linear = as_matrix(old)
             assert linear is not None
             options = [Option(None, linear.weight.numel(), 0.0)]
-            for factory in candidates(linear, old):
+            of_layer = default_candidates(linear, moments.get(old)) if candidates is None else candidates(linear)
+            for factory in of_layer:
                 structured = replacement(names[0], linear, factory)
                 size = sum(parameter.numel() for name, parameter in structured.named_parameters() if name != "bias")
                 if size >= linear.weight.numel():
@@ -333,53 +322,6 @@ def _measured_options(
     return every
 
 
-def _choice_within_budget(
-    options: Sequence[list[Option]], allowed: int, parameters: int, budget: float | None
-) -> Sequence[int]:
-    """The option of each layer, such that the losses rise least.
-
-    Args:
-        options: of the layers, the first of each as it is.
-        allowed: parameters of the whole compressed model.
-        parameters: of the whole model as it is.
-        budget: as given, for the error.
-    """
-    others = parameters - sum(of[0].parameters for of in options)
-    smallest = others + sum(min(option.parameters for option in of) for of in options)
-    if allowed < smallest:
-        raise ValueError(
-            f"budget={budget} allows {allowed:,} parameters, but with these candidates and layers the smallest model "
-            f"has {smallest:,} of {parameters:,}: {others:,} are in what is not replaced. Give a larger budget, or "
-            "further candidates="
-        )
-    return least_increase(options, allowed - others)
-
-
-def _choice_within_increase(
-    model: nn.Module,
-    places: Sequence[list[str]],
-    options: Sequence[list[Option]],
-    max_loss_increase: float,
-    measured: _Measure,
-    start: float,
-) -> Sequence[int]:
-    """The option of each layer, for the smallest model whose loss rises by no more than that."""
-
-    def increase(choice: Sequence[int]) -> float:
-        with _replaced(model, _chosen_layers(places, options, choice)) as compressed:
-            return measured(compressed) - start
-
-    return smallest_within(options, max_loss_increase, increase)
-
-
-def _chosen_layers(
-    places: Sequence[list[str]], options: Sequence[list[Option]], choice: Sequence[int]
-) -> list[tuple[str, nn.Module]]:
-    """The new layers of a choice with their names; those that stay are left out."""
-    picked = zip(places, options, choice, strict=True)
-    return [(name, layer) for names, of, i in picked if (layer := of[i].layer) is not None for name in names]
-
-
 @contextmanager
 def _replaced(model: nn.Module, new: list[tuple[str, nn.Module]]) -> Iterator[nn.Module]:
     """The model with other layers at some places."""
@@ -395,30 +337,25 @@ def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
     """The loss that is the relative change of the outputs from those of now."""
 
     def outputs(of: nn.Module, batch: Any) -> Tensor:
+        name, remedy = type(of).__name__, "give loss=, a function of model and batch"
         if not isinstance(batch, Tensor | tuple | list):
+            got = type(batch).__name__
             raise TypeError(
-                f"a batch is a {type(batch).__name__}, neither a tensor nor a sequence that begins with the inputs: "
-                "give loss=, a function of model and batch"
+                f"a batch is a {got}, neither a tensor nor a sequence that begins with the inputs: {remedy}"
             )
         x = batch if isinstance(batch, Tensor) else batch[0]
         try:
             inspect.signature(of.forward).bind(x)
         except TypeError as error:
-            raise TypeError(
-                f"{type(of).__name__} cannot be called with the inputs alone ({error}): give loss=, a function of "
-                "model and batch"
-            ) from error
+            raise TypeError(f"{name} cannot be called with the inputs alone ({error}): {remedy}") from error
         y = of(x)
         if not isinstance(y, Tensor):
-            raise TypeError(
-                f"the outputs of {type(of).__name__} are no tensor, but a {type(y).__name__}: give loss=, a function "
-                "of model and batch"
-            )
+            raise TypeError(f"the outputs of {name} are no tensor, but a {type(y).__name__}: {remedy}")
         return y
 
     before: dict[int, Tensor] = {}
 
-    def keep(of: nn.Module, batch: Any) -> Tensor:
+    def note(of: nn.Module, batch: Any) -> Tensor:
         before[id(batch)] = y = outputs(of, batch)
         if not y.any():
             raise ValueError(
@@ -427,7 +364,7 @@ def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
             )
         return torch.zeros(())
 
-    _mean_loss(model, batches, keep)
+    _mean_loss(model, batches, note)
 
     def change(of: nn.Module, batch: Any) -> Tensor:
         target = before[id(batch)]
@@ -436,18 +373,20 @@ def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
     return change
 
 
-def _one_number(loss: Any) -> float:
-    if isinstance(loss, Tensor) and loss.numel() != 1:
-        raise ValueError(f"loss returns a tensor {tuple(loss.shape)} for a batch: make it one number, its mean")
-    try:
-        return float(loss)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"loss returns {reprlib.repr(loss)} for a batch: make it one number, its mean") from error
-
-
 @torch.no_grad()
 def _mean_loss(model: nn.Module, batches: Sequence[Any], loss: BatchLoss) -> float:
+    value = 0.0
     # A compiled graph would be compiled again for each candidate, and runs no hooks that came after it.
     with in_eval_mode(model), torch.compiler.set_stance("force_eager"):
-        value = sum(_one_number(loss(model, batch)) for batch in batches) / len(batches)
+        for batch in batches:
+            of_batch = loss(model, batch)
+            if isinstance(of_batch, Tensor) and of_batch.numel() != 1:
+                shape = tuple(of_batch.shape)
+                raise ValueError(f"loss returns a tensor {shape} for a batch: make it one number, its mean")
+            try:
+                value += float(of_batch)
+            except (TypeError, ValueError) as error:
+                got = reprlib.repr(of_batch)
+                raise TypeError(f"loss returns {got} for a batch: make it one number, its mean") from error
+    value /= len(batches)
     return value if abs(value) < float("inf") else float("inf")

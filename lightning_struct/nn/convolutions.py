@@ -163,7 +163,10 @@ class BlockStructured(nn.Module):
                 f"{tuple(input.shape)}"
             )
         channels = input.flatten(2).unbind(1)
-        products = [block(channels[self._channel(index)]) for index, block in enumerate(self.blocks)]
+        products = []
+        for index, block in enumerate(self.blocks):
+            row, column = divmod(index, self.blocks_in_row)
+            products.append(block(channels[row * self.groups // self.out_channels * self.blocks_in_row + column]))
         y = torch.stack(products, 1).unflatten(1, (self.out_channels, self.blocks_in_row)).sum(2)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
@@ -171,11 +174,6 @@ class BlockStructured(nn.Module):
 
     def _takes(self, image: torch.Size) -> bool:
         return image.numel() == self.size if self.in_shape is None else image == self.in_shape
-
-    def _channel(self, index: int) -> int:
-        """The channel from which a block maps."""
-        row, column = divmod(index, self.blocks_in_row)
-        return row * self.groups // self.out_channels * self.blocks_in_row + column
 
     @property
     def structured(self) -> Iterator[StructuredLinear]:
@@ -341,8 +339,13 @@ def blocks_in_place_of(
     def block(in_features: int, out_features: int, bias: bool) -> nn.Module:
         linear = nn.Linear(in_features, out_features, bias=False, device="meta").train(layer.training)
         weight = layer.weight.new_empty(()).expand(out_features, in_features)
-        if from_linear:
-            weight = _toeplitz(layer, next(filters), size)
+        if from_linear:  # the Toeplitz matrix (m, n) of a filter: its columns are what it makes of each pixel
+            filter = next(filters)
+            geometry = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+            single = type(layer)(1, 1, *geometry, bias=False, padding_mode=layer.padding_mode, device="meta")
+            pixels = torch.eye(size.numel(), dtype=filter.dtype, device=filter.device).view(-1, 1, *size)
+            images: Tensor = functional_call(single, {"weight": filter[None, None]}, (pixels,))
+            weight = images.flatten(1).T.contiguous()
         linear.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
         return replacement(name, linear, factory)
 
@@ -367,12 +370,3 @@ def blocks_in_place_of(
                 blocks.bias.copy_(layer.bias[:, None].expand_as(blocks.bias))
             blocks.bias.requires_grad_(layer.bias.requires_grad)
     return blocks.train(layer.training)
-
-
-def _toeplitz(layer: _Convolution, filter: Tensor, size: torch.Size) -> Tensor:
-    """The matrix (m, n) of one filter of a convolution, whose columns are what it makes of each pixel."""
-    geometry = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-    single = type(layer)(1, 1, *geometry, bias=False, padding_mode=layer.padding_mode, device="meta")
-    pixels = torch.eye(size.numel(), dtype=filter.dtype, device=filter.device).view(-1, 1, *size)
-    images: Tensor = functional_call(single, {"weight": filter[None, None]}, (pixels,))
-    return images.flatten(1).T.contiguous()

@@ -18,7 +18,7 @@ from lightning_struct.functional.structured.prepared import (
     PreparedMatrix,
     ReversedColumns,
     affine,
-    kept_dense,
+    prepare_dense,
 )
 from lightning_struct.nn.torch_modules import (
     HALF_PRECISION,
@@ -30,8 +30,8 @@ from lightning_struct.nn.torch_modules import (
 )
 
 
-class KeptMatrix:
-    """A matrix in the forms in which it is kept, by the number of rows that it multiplies: compressed, dense, or both.
+class PreparedForms:
+    """A matrix prepared for products, by the number of rows that it multiplies: in few numbers, dense, or both.
 
     Args:
         reference: has the dtype and the device of the inputs.
@@ -50,7 +50,7 @@ class KeptMatrix:
         self._by_form: dict[bool, PreparedMatrix] = {}
         self._by_magnitude: dict[int, PreparedMatrix] = {}
 
-    def is_current(self, parameters: dict[str, Any], buffers: dict[str, Any]) -> bool:
+    def are_current(self, parameters: dict[str, Any], buffers: dict[str, Any]) -> bool:
         """Whether the tensors of those names are the same, unchanged; and no gradient to one of them is asked for."""
         with_gradients = torch.is_grad_enabled()
         for name, source, version, address in self._sources:
@@ -61,7 +61,7 @@ class KeptMatrix:
                 return False
         return True
 
-    def is_of(self, tensors: dict[str, Tensor]) -> bool:
+    def are_of(self, tensors: dict[str, Tensor]) -> bool:
         """Whether tensors of those names hold the same numbers, as copies do that ``functional_call`` puts there."""
         for name, source, version, address in self._sources:
             now = tensors[name]
@@ -71,25 +71,32 @@ class KeptMatrix:
                 return False
         return True
 
-    def matrix(self, rows: int) -> PreparedMatrix | None:
-        """The form for so many rows, if it has been made."""
+    def found(self, rows: int) -> PreparedMatrix | None:
+        """The form for so many rows, if it has been made. Numbers of as many binary digits share a form."""
         self.latest = self._by_magnitude.get(rows.bit_length())
         return self.latest
 
-    def prepared(self, rows: int, is_dense: bool, prepare: Callable[[bool], PreparedMatrix]) -> PreparedMatrix:
-        """The form for so many rows, made where that is the first time.
+    def matrix(
+        self, rows: int, is_dense: Callable[[int], bool], prepare: Callable[[bool], PreparedMatrix]
+    ) -> PreparedMatrix:
+        """The form for so many rows, made at the first time.
 
         Args:
-            rows: rows of the input; numbers of as many binary digits share a form.
-            is_dense: which form that is. There are two at most.
-            prepare: makes it.
+            rows: rows of the input.
+            is_dense: whether the form for so many rows is dense.
+            prepare: makes the dense form, or the other one.
         """
-        if is_dense not in self._by_form:
-            self._by_form[is_dense] = prepare(is_dense)
-            if not is_dense and isinstance(self._by_form[is_dense], DenseMatrix):  # one copy is enough
-                self._by_form[True] = self._by_form[is_dense]
-                self._by_magnitude.clear()
-        self.latest = self._by_magnitude[rows.bit_length()] = self._by_form[is_dense]
+        if (matrix := self.found(rows)) is not None:
+            return matrix
+        # What is made within inference mode could not take part in a backward pass to the inputs later.
+        with torch.inference_mode(False), torch.no_grad():
+            form = is_dense(rows)
+            if form not in self._by_form:
+                self._by_form[form] = prepare(form)
+                if not form and isinstance(self._by_form[form], DenseMatrix):  # one copy is enough
+                    self._by_form[True] = self._by_form[form]
+                    self._by_magnitude.clear()
+            self.latest = self._by_magnitude[rows.bit_length()] = self._by_form[form]
         return self.latest
 
 
@@ -107,8 +114,8 @@ class FrozenLinear(nn.Module):
 
     Converted to half precision, spectra and nodes stay float32: such products are computed in it.
 
-    Between calls it keeps in memory what multiplies faster, also the matrix, or both for batches of different sizes;
-    when a buffer has changed, that is made anew. It is no part of ``state_dict``, of copies or of what is exported.
+    What multiplies faster is prepared once for many calls: this form, the dense matrix, or both for batches of
+    different sizes. It is made anew when a buffer has changed, and no part of ``state_dict``, copies or exports.
 
     Args:
         in_features, out_features: sizes.
@@ -145,7 +152,7 @@ class FrozenLinear(nn.Module):
         self.out_features = out_features
         self.class_name = class_name
         self._matrix = matrix
-        self._kept: KeptMatrix | None = None
+        self._prepared: PreparedForms | None = None
         for name, tensor in _tensors_of(matrix):
             tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             self.register_buffer(name, tensor.detach().clone())
@@ -197,34 +204,28 @@ class FrozenLinear(nn.Module):
         """The matrix in the form that multiplies x."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return _with_buffers_of(self, self._matrix)
-        kept = self._kept  # another thread may drop it meanwhile
-        if kept is None or not kept.is_current({}, self._buffers):
+        prepared = self._prepared  # another thread may drop it meanwhile
+        if prepared is None or not prepared.are_current({}, self._buffers):
             sources = {name: getattr(self, name) for name, _ in _tensors_of(self._matrix)}
             if get_proxy_mode() is not None or not all(map(_is_constant, sources.values())):  # recorded by make_fx
                 return _with_buffers_of(self, self._matrix)
-            if kept is None or not kept.is_of(sources):
+            if prepared is None or not prepared.are_of(sources):
                 seen = {name: source for name, source in sources.items() if not changes_unseen(source)}
-                kept = self._kept = KeptMatrix(self._reference, seen)
-        rows = x.numel() // self.in_features
-        matrix = kept.matrix(rows)
-        if matrix is not None:
-            return matrix
-        with torch.inference_mode(False), torch.no_grad():
-            return kept.prepared(rows, self._dense_is_faster(rows), self._prepare)
+                prepared = self._prepared = PreparedForms(self._reference, seen)
+        return prepared.matrix(x.numel() // self.in_features, self._prepares_dense, self._prepare)
 
-    def _dense_is_faster(self, rows: int) -> bool:
+    def _prepares_dense(self, rows: int) -> bool:
         """Whether the dense matrix multiplies so many rows faster than the form that was frozen."""
-        rule = getattr(_innermost(self._matrix), "dense_is_faster", None)
-        return rule is not None and rule(self.out_features, self.in_features, rows)
+        return dense_is_faster(self._matrix, self.out_features, self.in_features, rows, otherwise=False)
 
     def _prepare(self, dense: bool) -> PreparedMatrix:
-        """The matrix as kept between calls, dense or as it was frozen."""
+        """The matrix for products, dense or as it was frozen."""
         if not dense:
             return _completed(_with_buffers_of(self, self._matrix))
-        return kept_dense(self._entries() if self.dtype in HALF_PRECISION else self.to_dense())
+        return prepare_dense(self._entries() if self.dtype in HALF_PRECISION else self.to_dense())
 
     def _apply(self, fn: Any, recurse: bool = True) -> FrozenLinear:
-        self._kept = None
+        self._prepared = None
         keeps_precision = getattr(_innermost(self._matrix), "keeps_precision", False)
         names = [name for name, _ in _tensors_of(self._matrix)] if keeps_precision else []
         before = {name: getattr(self, name) for name in names}
@@ -234,7 +235,7 @@ class FrozenLinear(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}
+        return {**self.__dict__, "_prepared": None}
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_to_be_scripted(self)
@@ -243,38 +244,21 @@ class FrozenLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, was={self.class_name}"
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        # Version 0.1.0 had other names for the same tensors in the same order, or the matrix alone.
-        old_names = [name for name in state_dict if name.startswith(f"{prefix}form_")]
-        own = [name for name, _ in _tensors_of(self._matrix)]
-        if len(old_names) == 1 and state_dict[old_names[0]].shape != getattr(self, own[0]).shape:
-            own = ["matrix_entries"]
-        for old, new in zip(old_names, own, strict=False):
-            state_dict[prefix + new] = state_dict.pop(old)
-        self._take_form_of_older_versions(state_dict, prefix)
-        self._kept = None
+        self._prepared = None
         saved = {name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)} - {"bias"}
         if saved and not any(name.startswith("matrix_") for name in saved):
             warnings.warn(
-                f"a frozen {self.class_name} keeps the matrix it has, because it was not frozen when it was saved: "
-                "load what was saved into the model, and freeze that",
+                f"a frozen {self.class_name} stays with the matrix it has, because it was not frozen when it was "
+                "saved: load what was saved into the model, and freeze that",
                 stacklevel=2,
             )
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
-    def _take_form_of_older_versions(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Up to version 0.2 small matrices were kept dense, and spectra together with what is made of them."""
-        for name in [name for name in state_dict if name.startswith(f"{prefix}matrix_") and "_few_rows_" in name]:
-            del state_dict[name]
-        dense = [name for name in state_dict if name.startswith(f"{prefix}matrix_") and name.endswith("_entries")]
-        if len(dense) != 1 or isinstance(self._matrix, DenseMatrix):
-            return
-        entries = state_dict.pop(dense[0])[: self.out_features, : self.in_features]
-        for name, _ in list(_tensors_of(self._matrix)):
-            del self._buffers[name]
-        self._matrix = DenseMatrix(entries)
-        reference = self.bias if self.bias is not None else entries
-        self.register_buffer("matrix_entries", torch.empty_like(entries, device=reference.device))
-        state_dict[f"{prefix}matrix_entries"] = entries
+
+def dense_is_faster(matrix: PreparedMatrix, m: int, n: int, rows: int, otherwise: bool) -> bool:
+    """Whether the dense matrix (m, n) multiplies so many rows faster; ``otherwise`` if ``matrix`` has no rule."""
+    rule = getattr(_innermost(matrix), "dense_is_faster", None)
+    return otherwise if rule is None else rule(m, n, rows)
 
 
 def _is_constant(tensor: Tensor) -> bool:
@@ -290,7 +274,7 @@ def _innermost(matrix: Any) -> Any:
 
 
 def _completed(matrix: Any) -> Any:
-    """The matrix with what was left out where it was compressed."""
+    """The matrix with what was left out when it was frozen."""
     if isinstance(matrix, LeadingSubmatrix | ReversedColumns):
         return dataclasses.replace(matrix, matrix=_completed(matrix.matrix))
     return matrix.completed() if hasattr(matrix, "completed") else matrix

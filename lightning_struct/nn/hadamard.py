@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.structured.arguments import computing_dtype, require_one_of
-from lightning_struct.functional.structured.cost_model import kept_hadamard_matrix_is_faster, making_is_faster
+from lightning_struct.functional.structured.cost_model import making_is_faster, prepared_hadamard_matrix_is_faster
 from lightning_struct.functional.structured.transforms import hadamard_transform
 from lightning_struct.nn.classic import Init
 from lightning_struct.nn.structured import StructuredLinear, positive_size
@@ -38,7 +38,7 @@ class FastfoodFactors:
     length: int
 
     def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return kept_hadamard_matrix_is_faster(m, n, 1, rows)
+        return prepared_hadamard_matrix_is_faster(m, n, 1, rows)
 
     def to_dense(self) -> Tensor:
         """(m, n), by its rows."""
@@ -118,18 +118,12 @@ class Fastfood(StructuredLinear):
             self.S.mul_(self.length / n)
 
     def _dense(self) -> Tensor:
-        return self._compressed().to_dense() if self.out_features < self.in_features else super()._dense()
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        return self._compressed().matmul(x)
+        return self._prepare_factors().to_dense() if self.out_features < self.in_features else super()._dense()
 
     def _makes_matrix(self, rows: int) -> bool:
         return making_is_faster(self.out_features, self.in_features, rows, break_even=512)
 
-    def _keeps_dense(self, batch: int) -> bool:
-        return kept_hadamard_matrix_is_faster(self.out_features, self.in_features, 1, batch)
-
-    def _compressed(self) -> FastfoodFactors:
+    def _prepare_factors(self) -> FastfoodFactors:
         return FastfoodFactors(self.S, self.G, self.B, self.order, self.length)
 
 
@@ -151,7 +145,7 @@ class HadamardTerms:
     length: int
 
     def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return kept_hadamard_matrix_is_faster(m, n, self.G.shape[0], rows)
+        return prepared_hadamard_matrix_is_faster(m, n, self.G.shape[0], rows)
 
     def to_dense(self) -> Tensor:
         """(m, n), by its rows."""
@@ -270,18 +264,12 @@ class RandomizedHadamard(StructuredLinear):
             self.order[term] = shuffled[: self.order.shape[1]] + term * self.length
 
     def _dense(self) -> Tensor:
-        return self._compressed().to_dense() if self.out_features < self.in_features else super()._dense()
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        return self._compressed().matmul(x)
+        return self._prepare_factors().to_dense() if self.out_features < self.in_features else super()._dense()
 
     def _makes_matrix(self, rows: int) -> bool:
         return making_is_faster(self.out_features, self.in_features, rows, break_even=512 * self.terms)
 
-    def _keeps_dense(self, batch: int) -> bool:
-        return kept_hadamard_matrix_is_faster(self.out_features, self.in_features, self.terms, batch)
-
-    def _compressed(self) -> HadamardTerms:
+    def _prepare_factors(self) -> HadamardTerms:
         return HadamardTerms(self.G, self.output_signs, self.input_signs, self.order, self.length)
 
     def _start_near(self, weight: Tensor) -> None:
@@ -290,7 +278,7 @@ class RandomizedHadamard(StructuredLinear):
         squared_norm = self.in_features * self.out_features / self.length**2  # of M with a single one in G
         for term in range(self.terms):
             rest = weight - self.to_dense()
-            self.G[term] = self._compressed().inner_products(term, rest) / squared_norm
+            self.G[term] = self._prepare_factors().inner_products(term, rest) / squared_norm
 
 
 def _filled_up(x: Tensor, length: int) -> Tensor:

@@ -110,9 +110,14 @@ def apply_structure(model: Model, structure: Mapping[str, Mapping[str, Any]]) ->
         old = named.get(name)
         new = None if old is None else made.get(old) or _in_place_of(name, old, entry)
         if old is None or new is None:
+            above = name
+            while above not in named:
+                above = above.rpartition(".")[0]
+            at = "" if above == name else f" at {above!r}"
+            found = f"a {type(named[above]).__name__}{at}" if above or not name else "no such layer"
             raise ValueError(
                 f"the structure has {entry['class']} for {name or 'the model'}, where {type(model).__name__} has "
-                f"{_what_is_at(name, named)}: make the model with the arguments of the one that was compressed, and "
+                f"{found}: make the model with the arguments of the one that was compressed, and "
                 "with what it had besides: adapters (add_adapters), and modules of your own, such as a StructuredLSTM"
             )
         if old not in made:
@@ -139,9 +144,9 @@ def _entry(layer: nn.Module) -> dict[str, Any] | None:
 
 
 def _is_as(layer: nn.Module, entry: Mapping[str, Any]) -> bool:
-    """Whether a layer is what a structure has in its place already. Older ones have no ``in_shape``."""
+    """Whether a layer is what a structure has in its place already."""
     own = _entry(layer)
-    return own is not None and own == {**{key: own[key] for key in ("in_shape",) if key in own}, **entry}
+    return own is not None and own == entry
 
 
 def _in_place_of(name: str, old: nn.Module, entry: Mapping[str, Any]) -> nn.Module | None:
@@ -153,16 +158,6 @@ def _in_place_of(name: str, old: nn.Module, entry: Mapping[str, Any]) -> nn.Modu
         return blocks_in_place_of(name, old, size, entry.get("out_size"), _factory(entry["blocks"]))
     linear = as_matrix(old)
     return None if linear is None else in_place_of(old, replacement(name, linear, _factory(entry)))
-
-
-def _what_is_at(name: str, named: Mapping[str, nn.Module]) -> str:
-    """A layer, or where it is missing the nearest one above it, for a message."""
-    if name in named:
-        return f"a {type(named[name]).__name__}"
-    above = name.rpartition(".")[0]
-    while above not in named:
-        above = above.rpartition(".")[0]
-    return f"a {type(named[above]).__name__} at {above!r}" if above else "no such layer"
 
 
 def _arguments(layer: StructuredLinear) -> dict[str, Any]:
@@ -198,17 +193,11 @@ def _name_of(layer_class: type[StructuredLinear]) -> str:
 
 
 def _class_named(name: str) -> type[StructuredLinear]:
-    """The class that a structure names; up to version 0.2 those from outside had no module before their names."""
-    known = {_name_of(of): of for of in _classes(StructuredLinear)}  # type: ignore[type-abstract]
-    meant = [name] if name in known else [full for full in known if full.replace(":", ".").endswith(f".{name}")]
-    if not meant:
+    """The class that a structure names."""
+    known = {_name_of(of): of for of in _classes(StructuredLinear)}
+    if name not in known:
         raise ValueError(f"the structure has the class {name}, which is not known: import its module first")
-    if len(meant) > 1:
-        raise ValueError(
-            f"the structure has the class {name}, which may be {' or '.join(meant)}: put the one that is meant in its "
-            "place"
-        )
-    return known[meant[0]]
+    return known[name]
 
 
 def _classes(of: type[StructuredLinear]) -> Iterator[type[StructuredLinear]]:
@@ -250,8 +239,8 @@ def freeze(model: Model, *, dense: bool = False) -> Model:
     # What is in the second argument counts as copied already.
     copied: dict[int, Any] = {id(layer): new for layer, new in zip(structured, frozen, strict=True)}
     for module in model.modules():  # tensors of a computation, which torch does not copy with their history
-        kept = [value for value in vars(module).values() if isinstance(value, Tensor) and not value.is_leaf]
-        copied.update({id(tensor): tensor.detach().clone() for tensor in kept})
+        computed = [value for value in vars(module).values() if isinstance(value, Tensor) and not value.is_leaf]
+        copied.update({id(tensor): tensor.detach().clone() for tensor in computed})
     result = copy.deepcopy(model, copied)
     for layer, new in zip(structured, frozen, strict=True):
         copy_hooks(new, layer, copied)

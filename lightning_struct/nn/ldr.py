@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 from lightning_struct.functional.structured.arguments import has_values, require_one_of
 from lightning_struct.functional.structured.cost_model import (
     choose_tridiagonal_method,
-    kept_matrix_is_faster,
     method_for_any_operators,
+    prepared_matrix_is_faster,
 )
 from lightning_struct.functional.structured.operators import (
     DisplacementOperator,
@@ -32,10 +31,10 @@ from lightning_struct.functional.structured.spectra import ScaledToeplitzSpectra
 from lightning_struct.functional.structured.subdiagonal import (
     SUBDIAGONAL_METHODS,
     KrylovTrees,
-    choose_kept_subdiagonal_method,
+    choose_prepared_subdiagonal_method,
     choose_subdiagonal_method,
-    compress_subdiagonal,
     prepare_subdiagonal,
+    subdiagonal_factors,
     subdiagonal_matmul,
     subdiagonal_product,
     subdiagonal_to_dense,
@@ -121,9 +120,9 @@ class LearnedOperatorLinear(GeneratorLinear):
         super().__init__(in_features, out_features, rank, bias, init=init, pad=pad, device=device, dtype=dtype)
 
     @property
-    @abstractmethod
     def operators(self) -> tuple[DisplacementOperator, DisplacementOperator]:
         """The operators A (m x m) and B (n x n), as functions of the parameters."""
+        raise NotImplementedError
 
     def operator_entries(self) -> tuple[Tensor, Tensor]:
         """The learned entries of A, and those of B, flat."""
@@ -198,7 +197,6 @@ class LearnedOperatorLinear(GeneratorLinear):
         refine_(coordinates.variables, coordinates.to_dense, weight, iterations)
         coordinates.write_back()
 
-    @abstractmethod
     def _set_operators(self, a: SubdiagonalOperator, b: SubdiagonalOperator) -> None:
         """Make A and B these, with their corners where they have corners at all."""
 
@@ -326,8 +324,8 @@ class LDRSubdiagonal(LearnedOperatorLinear):
     @property
     def method_in_use(self) -> str:
         """The method of the last product; before the first one, that of a product with one vector."""
-        if self._cached is not None and self._cached.latest is not None:
-            return _method_of(self._cached.latest, self.G.dtype)
+        if self._prepared is not None and self._prepared.latest is not None:
+            return _method_of(self._prepared.latest, self.G.dtype)
         if self.method != "auto":
             return self.method
         latest = None if self._choices is None else self._choices.latest
@@ -399,20 +397,20 @@ class LDRSubdiagonal(LearnedOperatorLinear):
             return subdiagonal_matmul(*weights, x, latest or method_for_any_operators(self.rows, self.columns))
         return subdiagonal_product(*weights, x, method=self._chosen(x.shape[:-1].numel()))
 
-    def _keeps_dense(self, batch: int) -> bool:
+    def _prepares_dense(self, rows: int) -> bool:
         if self.method != "auto":
             return self.method in ("dense", "krylov")
-        return kept_matrix_is_faster(self.rows, self.columns, self.rank, batch)
+        return prepared_matrix_is_faster(self.rows, self.columns, self.rank, rows)
 
     def _prepare(self, dense: bool) -> PreparedMatrix:
         weights = self._all_weights()
         method = self.method
         if method == "auto":
-            method = "dense" if dense else choose_kept_subdiagonal_method(*weights[:4])
+            method = "dense" if dense else choose_prepared_subdiagonal_method(*weights[:4])
         return self._part(prepare_subdiagonal(*weights, method=method))
 
-    def _compressed(self) -> PreparedMatrix:
-        return self._part(compress_subdiagonal(*self._all_weights()))
+    def _prepare_factors(self) -> PreparedMatrix:
+        return self._part(subdiagonal_factors(*self._all_weights()))
 
     def _chosen(self, batch: int) -> str:
         if self._choices is None:
@@ -525,7 +523,7 @@ class LDRTridiagonal(LearnedOperatorLinear):
     def _square_multiply(self, x: Tensor) -> Tensor:
         return tridiagonal_matmul(*self.operators, *self._generators(), x, self.method)
 
-    def _compressed(self) -> PreparedMatrix:
+    def _prepare_factors(self) -> PreparedMatrix:
         return self._part(TridiagonalFactors.of(*self.operators, self.G, self.H))
 
     def _set_operators(self, a: SubdiagonalOperator, b: SubdiagonalOperator) -> None:

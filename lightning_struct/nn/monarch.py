@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.structured.arguments import computing_dtype
-from lightning_struct.functional.structured.cost_model import making_is_faster, monarch_factors_are_faster
+from lightning_struct.functional.structured.cost_model import making_is_faster
 from lightning_struct.functional.structured.monarch import (
     MonarchFactors,
     Order,
@@ -106,12 +106,6 @@ class Monarch(StructuredLinear):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, blocks={self.blocks}, rank={self.rank}"
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        return self._compressed().matmul(x)
-
-    def _keeps_dense(self, batch: int) -> bool:
-        return not monarch_factors_are_faster(self.out_features, self.in_features, self.weight_parameters, batch)
-
     def _start_near(self, weight: Tensor) -> None:
         rows, columns = self.L.shape[1] * self.blocks, self.R.shape[2] * self.blocks
         filled_up = F.pad(weight, (0, columns - self.in_features, 0, rows - self.out_features))
@@ -119,7 +113,7 @@ class Monarch(StructuredLinear):
         self.L.copy_(L)
         self.R.copy_(R)
 
-    def _compressed(self) -> MonarchFactors:
+    def _prepare_factors(self) -> MonarchFactors:
         return MonarchFactors(self.L, self.R, self.out_features, self.in_features)
 
 
@@ -260,16 +254,10 @@ class Butterfly(StructuredLinear):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.rank}, order={self.order!r}"
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        return self._compressed().matmul(x)
-
     def _makes_matrix(self, rows: int) -> bool:
         return making_is_faster(self.out_features, self.in_features, rows, break_even=200 * self.rank)
 
-    def _keeps_dense(self, batch: int) -> bool:
-        return self._compressed().dense_is_faster(self.out_features, self.in_features, batch)
-
-    def _compressed(self) -> MonarchFactors | ReorderedMonarch:
+    def _prepare_factors(self) -> MonarchFactors | ReorderedMonarch:
         # More numbers than the parameters, but a compiled or exported graph would form them in each product.
         if self.places is None:
             return MonarchFactors(*self._as_monarch(self.in_features), self.out_features, self.in_features)

@@ -137,7 +137,15 @@ class StructuredLSTM(nn.Module):
             zeros = x.new_zeros(len(self.directions), batch, self.hidden_size)
             state = zeros, zeros
         else:
-            _check_state(state, (len(self.directions), *((batch,) if batched else ()), self.hidden_size))
+            if isinstance(state, Tensor) or len(state) != 2:
+                raise TypeError("the state of StructuredLSTM is a pair (h, c), as it returns it")
+            expected = (len(self.directions), *((batch,) if batched else ()), self.hidden_size)
+            for name, part in zip("hc", state, strict=True):
+                if part.shape != expected:
+                    raise ValueError(
+                        f"StructuredLSTM takes states {expected}, which are (levels * directions, batch, hidden_size) "
+                        f"and without the batch if the input has none, but {name} has shape {tuple(part.shape)}"
+                    )
             if not batched:
                 state = state[0].unsqueeze(1), state[1].unsqueeze(1)
         width = 2 if self.bidirectional else 1
@@ -182,7 +190,10 @@ class _Direction(nn.Module):
         """The outputs (steps, batch, h) for x (steps, batch, features), and the last h and c."""
         h, c = state
         from_inputs = _side_by_side(self.input_hidden, x)
-        from_hidden = self._hidden_product()
+        from_hidden: Callable[[Tensor], Tensor] = partial(_side_by_side, self.hidden_hidden)
+        if len(self.hidden_hidden) > 1 and all(map(_is_plain, self.hidden_hidden)):  # one product in place of four
+            weights: list[Any] = [layer.weight for layer in self.hidden_hidden]
+            from_hidden = partial(nn.functional.linear, weight=torch.cat(weights))
         outputs = []
         for from_input in reversed(from_inputs.unbind()) if backwards else from_inputs.unbind():
             # Appendix F.2: i, f, g, o; then c' = f * c + i * g and h' = o * tanh(c').
@@ -192,30 +203,11 @@ class _Direction(nn.Module):
             outputs.append(h)
         return torch.stack(outputs[::-1] if backwards else outputs), (h, c)
 
-    def _hidden_product(self) -> Callable[[Tensor], Tensor]:
-        """Maps h to what goes from it to all gates: by one matrix where their layers are what ``nn.Linear`` is."""
-        if len(self.hidden_hidden) == 1 or not all(_is_plain(layer) for layer in self.hidden_hidden):
-            return partial(_side_by_side, self.hidden_hidden)
-        weights: list[Any] = [layer.weight for layer in self.hidden_hidden]
-        return partial(nn.functional.linear, weight=torch.cat(weights))
-
 
 def _is_plain(layer: nn.Module) -> bool:
     """Whether a layer is an ``nn.Linear`` without a bias that nobody watches."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     return type(layer) is nn.Linear and layer.bias is None and not any(hooks)
-
-
-def _check_state(state: State, expected: tuple[int, ...]) -> None:
-    """Refuse a state that is no pair of tensors of the expected shape."""
-    if isinstance(state, Tensor) or len(state) != 2:
-        raise TypeError("the state of StructuredLSTM is a pair (h, c), as it returns it")
-    for name, part in zip("hc", state, strict=True):
-        if part.shape != expected:
-            raise ValueError(
-                f"StructuredLSTM takes states {expected}, which are (levels * directions, batch, hidden_size) and "
-                f"without the batch if the input has none, but {name} has shape {tuple(part.shape)}"
-            )
 
 
 def _side_by_side(layers: nn.ModuleList, x: Tensor) -> Tensor:

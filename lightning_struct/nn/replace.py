@@ -7,7 +7,7 @@ import inspect
 import logging
 import reprlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from torch import Tensor, nn
@@ -106,7 +106,8 @@ def replace_linear(
             f"excluded is in {type(model).__name__}; lightning_struct.functional.register_layer declares layers of "
             f"other types to be linear{reasons_as_text(reasons)}"
         )
-    if not is_from_linear(factory) and (frozen := _names_of_frozen(places)):
+    frozen = [name or "the model" for name, layer in places if not any(p.requires_grad for p in layer.parameters())]
+    if frozen and not is_from_linear(factory):
         warnings.warn(
             f"{', '.join(frozen)}: frozen weights were replaced by random ones, which stay frozen. Leave such layers "
             "out by exclude=..., or begin near to their weights by the from_linear of a class",
@@ -120,7 +121,24 @@ def put_in_place(model: Model, places: list[tuple[str, nn.Module]]) -> Model:
 
     Warnings say what is lost by that.
     """
-    for message in [*_lost_ties(model, [name for name, _ in places]), *_lost_of_layers(model, places)]:
+    replaced = [name for name, _ in places]
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    messages = []
+    for tied in names.values():  # modules that share a weight, such as an embedding and a head
+        gone, others = ([name for name in tied if (name in replaced) == is_gone] for is_gone in (True, False))
+        if gone and others:
+            messages.append(f"{', '.join(gone)}: the weight is no longer shared with {', '.join(others)}")
+        elif len({model.get_submodule(name) for name in gone}) > 1:
+            messages.append(f"{' and '.join(gone)} no longer share one weight")
+    for name in replaced:
+        old, shown = model.get_submodule(name), name or "the model"
+        if has_state_hooks(old):
+            messages.append(f"{shown}: hooks of state_dict and load_state_dict are not carried over to the new layer")
+        if makers := weight_makers(old):
+            messages.append(f"{shown}: {' and '.join(makers)} of its weight is not carried over to the new layer")
+    for message in messages:
         warnings.warn(message, stacklevel=3)  # where the function was called that calls this one
     return set_modules(model, places)
 
@@ -182,35 +200,6 @@ def _replacement_of(name: str, layer: nn.Module, factory: LayerFactory, selectio
     return new
 
 
-def _lost_of_layers(model: nn.Module, places: list[tuple[str, nn.Module]]) -> Iterator[str]:
-    """What replaced layers had besides their weights and their hooks."""
-    for name, _ in places:
-        replaced, shown = model.get_submodule(name), name or "the model"
-        if has_state_hooks(replaced):
-            yield f"{shown}: hooks of state_dict and load_state_dict are not carried over to the new layer"
-        if makers := weight_makers(replaced):
-            yield f"{shown}: {' and '.join(makers)} of its weight is not carried over to the new layer"
-
-
-def _lost_ties(model: nn.Module, replaced: list[str]) -> Iterator[str]:
-    """Modules that share a weight with a replaced layer, such as an embedding."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name.rpartition(".")[0])
-    for tied in names.values():
-        gone = [name for name in tied if name in replaced]
-        kept = [name for name in tied if name not in replaced]
-        if gone and kept:
-            yield f"{', '.join(gone)}: the weight is no longer shared with {', '.join(kept)}"
-        elif len({model.get_submodule(name) for name in gone}) > 1:
-            yield f"{' and '.join(gone)} no longer share one weight"
-
-
-def _names_of_frozen(places: list[tuple[str, nn.Module]]) -> list[str]:
-    """The layers whose trained weights are lost and not trained anew."""
-    return [name or "the model" for name, layer in places if not any(p.requires_grad for p in layer.parameters())]
-
-
 def replacement(name: str, linear: nn.Linear, factory: LayerFactory) -> nn.Module:
     """The layer in place of an ``nn.Linear``: on its device, in its dtype and mode, trained where that one is.
 
@@ -225,7 +214,14 @@ def replacement(name: str, linear: nn.Linear, factory: LayerFactory) -> nn.Modul
             layer = factory(linear)
         else:
             layer = factory(linear.in_features, linear.out_features, bias=linear.bias is not None)
-            _check_fits(layer, linear)
+            if not isinstance(layer, nn.Module):
+                raise TypeError(f"the factory has made no layer, but {layer!r}: let it return one")
+            for of in ("in_features", "out_features"):
+                made, asked = getattr(layer, of, None), getattr(linear, of)
+                if isinstance(made, int) and made != asked:
+                    raise ValueError(f"the factory was asked for {of}={asked}, but has made {layer}")
+            if linear.bias is not None and getattr(layer, "bias", linear.bias) is None:
+                raise ValueError(f"the factory was asked for bias=True, but has made {layer}: let it hand bias on")
             layer = layer.to(linear.weight.device, linear.weight.dtype).train(linear.training)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
@@ -243,21 +239,16 @@ def check_has_shape(weight: Tensor) -> None:
         raise ValueError("its weight has no shape yet: run the model once")
 
 
-def _check_fits(layer: object, linear: nn.Linear) -> None:
-    """Raise an error for what a factory has made if it cannot stand in place of a layer."""
-    if not isinstance(layer, nn.Module):
-        raise TypeError(f"the factory has made no layer, but {layer!r}: let it return one")
-    for name in ("in_features", "out_features"):
-        made, asked = getattr(layer, name, None), getattr(linear, name)
-        if isinstance(made, int) and made != asked:
-            raise ValueError(f"the factory was asked for {name}={asked}, but has made {layer}")
-    if linear.bias is not None and getattr(layer, "bias", linear.bias) is None:
-        raise ValueError(f"the factory was asked for bias=True, but has made {layer}: let it hand bias on")
-
-
 def log_replacement(name: str, old: nn.Module, new: nn.Module) -> None:
     """Log at level INFO what stands in place of a layer."""
-    _log.info("%s: %s -> %s", name or "the model", old, _described(new))
+    if isinstance(new, StructuredLinear):
+        error = "" if new.approximation_error is None else f", relative error {new.approximation_error:.3g}"
+        ratio = new.compression_ratio
+        times = f"{ratio:.1f} times fewer" if ratio >= 1 else f"{1 / ratio:.1f} times more"
+        described = f"{new}, {times} parameters{error}"
+    else:
+        described = f"{type(new).__name__}({new.extra_repr()})"
+    _log.info("%s: %s -> %s", name or "the model", old, described)
 
 
 def log_left(name: str, layer: nn.Module, reason: str) -> None:
@@ -296,12 +287,3 @@ def is_from_linear(factory: LayerFactory) -> bool:
     while isinstance(factory, functools.partial):
         factory = factory.func
     return getattr(factory, "__name__", "") == "from_linear"
-
-
-def _described(layer: nn.Module) -> str:
-    if not isinstance(layer, StructuredLinear):
-        return f"{type(layer).__name__}({layer.extra_repr()})"
-    error = "" if layer.approximation_error is None else f", relative error {layer.approximation_error:.3g}"
-    ratio = layer.compression_ratio
-    times = f"{ratio:.1f} times fewer" if ratio >= 1 else f"{1 / ratio:.1f} times more"
-    return f"{layer}, {times} parameters{error}"

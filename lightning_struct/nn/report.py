@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby
 from weakref import WeakKeyDictionary
 
@@ -63,7 +63,24 @@ def replacement_report(model: nn.Module) -> ReplacementReport:
     """
     rows: list[tuple[str, ...]] = [("layer", "class", "parameters", "dense", "compression", "error")]
     structured = {name: layer for name, layer in model.named_modules() if isinstance(layer, StructuredLinear)}
-    rows += [_row(*zip(*named, strict=True)) for named in _alike(model, structured)]
+
+    def place(named: tuple[str, StructuredLinear]) -> tuple[str, str, int, int]:
+        """The same for layers that follow each other in a list and are alike."""
+        name, layer = named
+        above = name.rpartition(".")[0]
+        is_in_list = isinstance(model.get_submodule(above), nn.ModuleList)
+        return above if is_in_list else name, _class_of(layer), layer.in_features, layer.out_features
+
+    for _, group in groupby(structured.items(), place):
+        names, layers = zip(*group, strict=True)
+        name, of = names[0] or "(model)", _class_of(layers[0])
+        if len(layers) > 1:
+            name, of = f"{name}-{names[-1].rpartition('.')[2]}", f"{len(layers):,} x {of}"
+        parameters = sum(layer.weight_parameters for layer in layers)
+        dense = sum(layer.in_features * layer.out_features for layer in layers)
+        errors = [layer.approximation_error for layer in layers if layer.approximation_error is not None]
+        error = f"{max(errors):.3g}" if errors else ""
+        rows.append((name, of, f"{parameters:,}", f"{dense:,}", f"{layers[0].compression_ratio:.1f}", error))
     if structured:
         now = sum(parameter.numel() for parameter in model.parameters())
         adapters = {update.adapter for update in model.modules() if isinstance(update, StructuredUpdate)}
@@ -90,7 +107,9 @@ def reasons_for_left(model: nn.Module) -> dict[str, str]:
     in_attention = hidden_layers(model, of_other_forwards=True)
     reasons = {}
     for name, layer in model.named_modules():
-        if not isinstance(layer, StructuredLinear) and layer not in in_attention and _has_matrices(layer):
+        if isinstance(layer, StructuredLinear) or layer in in_attention:
+            continue
+        if isinstance(layer, _WITH_MATRICES) or has_linear_weight(layer):
             reasons[name or "(model)"] = _left.get(layer) or _why_not(layer) or "nothing has replaced it"
     return reasons
 
@@ -99,35 +118,6 @@ def reasons_as_text(reasons: Mapping[str, str]) -> str:
     """The end of a sentence that names layers and the reasons, at most five."""
     more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
     return "".join(f"; {name}: {reason}" for name, reason in list(reasons.items())[:5]) + more
-
-
-def _alike(
-    model: nn.Module, structured: Mapping[str, StructuredLinear]
-) -> Iterator[Iterator[tuple[str, StructuredLinear]]]:
-    """Each structured layer with its name; together those that follow each other in a list and are alike."""
-
-    def what(named: tuple[str, StructuredLinear]) -> tuple[str, str, int, int]:
-        name, layer = named
-        above = name.rpartition(".")[0]
-        is_in_list = isinstance(model.get_submodule(above), nn.ModuleList)
-        return above if is_in_list else name, _class_of(layer), layer.in_features, layer.out_features
-
-    return (named for _, named in groupby(structured.items(), what))
-
-
-def _row(names: Sequence[str], layers: Sequence[StructuredLinear]) -> tuple[str, ...]:
-    """The row of one layer, or of several that are alike."""
-    name, of, ratio = names[0] or "(model)", _class_of(layers[0]), layers[0].compression_ratio
-    if len(layers) > 1:
-        name, of = f"{name}-{names[-1].rpartition('.')[2]}", f"{len(layers):,} x {of}"
-    parameters = sum(layer.weight_parameters for layer in layers)
-    dense = sum(layer.in_features * layer.out_features for layer in layers)
-    errors = [layer.approximation_error for layer in layers if layer.approximation_error is not None]
-    return name, of, f"{parameters:,}", f"{dense:,}", f"{ratio:.1f}", f"{max(errors):.3g}" if errors else ""
-
-
-def _has_matrices(layer: nn.Module) -> bool:
-    return isinstance(layer, _WITH_MATRICES) or has_linear_weight(layer)
 
 
 def _why_not(layer: nn.Module) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -11,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.checks import NotFinite, is_integer
-from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, affine, kept_dense
+from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, affine, prepare_dense
 from lightning_struct.nn.approximation import best_factor, refine_, relative_error
-from lightning_struct.nn.frozen import FrozenLinear, KeptMatrix, changes_unseen
+from lightning_struct.nn.frozen import FrozenLinear, PreparedForms, changes_unseen, dense_is_faster
 from lightning_struct.nn.torch_modules import is_traced, recorded, refuse_to_be_scripted, whole_call
 
 if TYPE_CHECKING:
@@ -23,23 +22,24 @@ if TYPE_CHECKING:
 _FAR = 0.5  # a relative error from which M is multiplied by the best number
 
 
-class StructuredLinear(nn.Module, ABC):
+class StructuredLinear(nn.Module):
     """y = M x + b, where M (out_features, in_features) has few parameters. It takes the place of ``nn.Linear``.
 
     Inputs are (..., in_features) with any number of leading dimensions, or none. Under autocast the product is computed
     in the dtype of the parameters (there is no FFT in half precision), and the output has the dtype of autocast, as
     with ``nn.Linear``.
 
-    In eval mode, without gradients to the parameters, the layer keeps between calls what it computes from the
-    parameters alone: the dense matrix (at most 64 MiB in float32 if the class has something smaller), or spectra or
-    factors, whichever multiplies faster, or both for batches of different sizes. This cache is renewed when a parameter
-    has changed, and dropped by ``train()``, ``eval()``, ``to()`` and each product with gradients to the parameters. A
-    layer that was made in inference mode, or whose parameters are shared with other processes, keeps nothing. A change
+    In eval mode, without gradients to the parameters, the layer prepares what it needs of the parameters alone once for
+    many calls: the dense matrix (at most 64 MiB in float32 if the class has something smaller), or spectra or factors,
+    whichever multiplies faster, or both for batches of different sizes. They are made anew when a parameter has
+    changed, and dropped by ``train()``, ``eval()``, ``to()`` and each product with gradients to the parameters. A layer
+    that was made in inference mode, or whose parameters are shared with other processes, prepares nothing. A change
     through ``parameter.data`` in eval mode goes unnoticed until the next ``eval()``.
 
-    A class derived from this one names its parameters in ``weight_names`` and defines ``_draw_weights`` and
-    ``_multiply``; ``_compressed`` and ``_keeps_dense`` where it has something better to keep than the dense matrix; and
-    ``_dense`` and ``_makes_matrix`` where making that matrix first can be faster than multiplying many rows.
+    A class derived from this one names its parameters in ``weight_names``, and defines ``_draw_weights`` and
+    ``_multiply``; or ``_prepare_factors`` in place of ``_multiply``, if there is something better to prepare than the
+    dense matrix; and ``_dense`` and ``_makes_matrix`` if making that matrix first can be faster than multiplying many
+    rows.
 
     Args:
         in_features: n, at least 1.
@@ -75,7 +75,7 @@ class StructuredLinear(nn.Module, ABC):
 
     bias: nn.Parameter | None
 
-    _cached: KeptMatrix | None = None
+    _prepared: PreparedForms | None = None
 
     def __init__(
         self,
@@ -127,22 +127,21 @@ class StructuredLinear(nn.Module, ABC):
         """
         if refine is not None and (not is_integer(refine) or refine < 0):
             raise ValueError(f"refine must be an integer that is not negative, or None, but is {refine!r}")
-        weight = linear.weight.detach()
+        weight, name = linear.weight.detach(), cls.__name__
         if weight.is_complex():
-            raise TypeError(f"the weight of {linear} is complex: {cls.__name__}.from_linear takes real ones")
+            raise TypeError(f"the weight of {linear} is complex: {name}.from_linear takes real ones")
         if weight.dim() != 2:
             raise ValueError(
-                f"the weight of {linear} has shape {tuple(weight.shape)}: {cls.__name__}.from_linear takes nn.Linear; "
+                f"the weight of {linear} has shape {tuple(weight.shape)}: {name}.from_linear takes nn.Linear; "
                 "replace_linear takes 1 x 1 convolutions, and compress larger ones"
             )
         if weight.is_meta:
             raise ValueError(
-                f"the weight of {linear} is on the meta device, where it has no values, to which no {cls.__name__} is "
-                f"near: load the weights first (to_empty, then load_state_dict), or take {cls.__name__} itself, whose "
-                "weights are drawn"
+                f"the weight of {linear} is on the meta device, where it has no values: load the weights before "
+                f"{name}.from_linear (to_empty, then load_state_dict), or take {name} itself, which draws weights"
             )
         if not bool(weight.isfinite().all()):
-            raise ValueError(f"the weight of {linear} has NaN or infinite entries: no {cls.__name__} is near to it")
+            raise ValueError(f"the weight of {linear} has NaN or infinite entries: no {name} is near to it")
         options |= {"bias": linear.bias is not None, "dtype": torch.float64}
         target = weight.to(torch.float64, copy=True)
         with torch.random.fork_rng(devices=[]):
@@ -193,42 +192,36 @@ class StructuredLinear(nn.Module, ABC):
         """
         if is_traced(input):
             return whole_call(self, input)
-        if not torch.compiler.is_compiling() and self._cached is not None:
-            matrix = self._kept(self._cached, input)
+        if not torch.compiler.is_compiling() and self._prepared is not None:
+            matrix = self._prepared_for(self._prepared, input)
             if matrix is not None:
                 own = self._parameters  # where the bias is found four times as fast
                 return affine(matrix, input, own["bias"] if "bias" in own else self.bias)  # noqa: SIM401
-        dtype = getattr(self, self.weight_names[0]).dtype
+        dtype, device = self._reference.dtype, input.device.type
         if input.shape[-1:] != (self.in_features,):
             raise ValueError(
                 f"{type(self).__name__} takes inputs (..., {self.in_features}), but the input has shape "
                 f"{tuple(input.shape)}"
             )
-        device = input.device.type
-        autocast = (
-            not input.is_meta
-            and torch.is_autocast_enabled(device)
-            and input.is_floating_point()
-            and dtype == torch.float32
-        )
-        if not autocast and input.dtype != dtype:
+        is_autocast = not input.is_meta and torch.is_autocast_enabled(device)
+        if is_autocast and input.is_floating_point() and dtype == torch.float32:
+            if self._is_of_matmuls:
+                return self._add_bias(self._product(input))
+            with torch.autocast(device, enabled=False):
+                y = self._add_bias(self._matmul(input.to(dtype)))
+            return y.to(torch.get_autocast_dtype(device))
+        if input.dtype != dtype:
             raise TypeError(
                 f"the input of {type(self).__name__} has dtype {input.dtype}, its parameters have {dtype}: convert one "
                 "of them"
             )
-        if not autocast:
-            return self._add_bias(self._matmul(input))
-        if self._is_of_matmuls:
-            return self._add_bias(self._product(input))
-        with torch.autocast(device, enabled=False):
-            y = self._add_bias(self._matmul(input.to(dtype)))
-        return y.to(torch.get_autocast_dtype(device))
+        return self._add_bias(self._matmul(input))
 
     def freeze(self, *, dense: bool = False) -> FrozenLinear:
         """The same map as a module without parameters, that ``torch.export.export`` takes.
 
         Args:
-            dense: keep the matrix M; else what is compressed: factors or spectra.
+            dense: freeze the matrix M; else its factors or spectra.
 
         Raises:
             ValueError: a parameter has NaN or infinite entries, or a buffer was averaged.
@@ -236,9 +229,9 @@ class StructuredLinear(nn.Module, ABC):
         self.check_finite()
         self._check_places()
         with torch.inference_mode(False), torch.no_grad():
-            matrix = DenseMatrix(self.weight) if dense else self._compressed()
-            name, dtype = type(self).__name__, self._reference.dtype
-            return FrozenLinear(self.in_features, self.out_features, matrix, self.bias, name, dtype)
+            matrix = DenseMatrix(self.weight) if dense else self._prepare_factors()
+            sizes = self.in_features, self.out_features
+            return FrozenLinear(*sizes, matrix, self.bias, type(self).__name__, self._reference.dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -256,20 +249,16 @@ class StructuredLinear(nn.Module, ABC):
         return self
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if name == "weight_orig":  # what torch.nn.utils.prune makes of a parameter "weight"
+        if name in ("weight", "weight_orig"):  # the second one is what torch.nn.utils.prune makes of the first
             raise ValueError(
-                f"{type(self).__name__} has no parameter 'weight' that could be pruned: its matrix is made of "
-                f"{', '.join(self._weights())}. Prune one of these, or take PrunedLinear"
-            )
-        if name == "weight":
-            raise ValueError(
-                f"{type(self).__name__} has no parameter 'weight' that could be set, or tied to another module's: its "
-                f"matrix is made of {', '.join(self._weights())}. Tied layers are left out by exclude"
+                f"{type(self).__name__} has no parameter 'weight' that could be pruned, set, or tied to another "
+                f"module's: its matrix is made of {', '.join(self._weights())}. Prune one of these, or take "
+                "PrunedLinear; exclude leaves out tied layers"
             )
         super().register_parameter(name, param)
 
     def train(self, mode: bool = True) -> Self:
-        self._cached = None
+        self._prepared = None
         return super().train(mode)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
@@ -278,17 +267,15 @@ class StructuredLinear(nn.Module, ABC):
             return
         # Torch does not say whether it is strict, and then raises an error: so this is a warning.
         if prefix + "weight" in state_dict:
-            warnings.warn(
-                f"a {type(self).__name__} keeps the weights it has, because those of a dense layer were saved: load "
-                "these into the model before replace_linear, and take the from_linear of a class to begin near to them",
-                stacklevel=2,
+            reason = (
+                "those of a dense layer were saved: load these into the model before replace_linear, and take the "
+                "from_linear of a class to begin near to them"
             )
         elif any(name.startswith(f"{prefix}matrix_") for name in state_dict):
-            warnings.warn(
-                f"a {type(self).__name__} keeps the weights it has, because it was frozen when it was saved: load what "
-                "was saved into freeze(model)",
-                stacklevel=2,
-            )
+            reason = "it was frozen when it was saved: load what was saved into freeze(model)"
+        else:
+            return
+        warnings.warn(f"a {type(self).__name__} stays with the weights it has, because {reason}", stacklevel=2)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -302,17 +289,24 @@ class StructuredLinear(nn.Module, ABC):
         identity = torch.eye(self.in_features, device=self._reference.device, dtype=self._reference.dtype)
         return self._multiply(identity).T
 
-    @abstractmethod
     def _multiply(self, x: Tensor) -> Tensor:
         """x Mᵀ, with gradients to x and the parameters."""
+        return self._prepare_factors().matmul(x)
 
-    def _keeps_dense(self, batch: int) -> bool:
-        """Whether the dense matrix is kept in eval mode for products with so many rows, if there is a choice."""
-        return True
+    def _prepare_factors(self) -> PreparedMatrix:
+        """M by few numbers, such as factors or spectra, or else by its entries; with gradients if these are asked for.
+
+        :meth:`freeze` takes it, and products in eval mode.
+        """
+        return DenseMatrix(self.weight)
+
+    def _prepares_dense(self, rows: int) -> bool:
+        """Whether the dense matrix, if there is a choice, is prepared in eval mode for products with so many rows."""
+        return dense_is_faster(self._prepare_factors(), self.out_features, self.in_features, rows, otherwise=True)
 
     def _prepare(self, dense: bool) -> PreparedMatrix:
-        """M as kept in eval mode, in the form that ``_keeps_dense`` named; no gradients, finite parameters."""
-        return kept_dense(self.to_dense()) if dense else self._compressed()
+        """M in the form that ``_prepares_dense`` named, for products in eval mode; no gradients, finite parameters."""
+        return prepare_dense(self.to_dense()) if dense else self._prepare_factors()
 
     @classmethod
     def _made_near(cls, weight: Tensor, *arguments: Any, **options: Any) -> Self:
@@ -322,10 +316,6 @@ class StructuredLinear(nn.Module, ABC):
         with torch.no_grad():
             layer._start_near(weight)
         return layer
-
-    def _compressed(self) -> PreparedMatrix:
-        """M in few numbers, as it is frozen; with gradients where these are asked for."""
-        return DenseMatrix(self.weight)
 
     def _start_near(self, weight: Tensor) -> None:
         """Set the parameters to where the search for the member nearest to ``weight`` starts. Without gradients."""
@@ -359,13 +349,13 @@ class StructuredLinear(nn.Module, ABC):
             return F.linear(x, self.to_dense())
         if self.training or torch.compiler.is_compiling():
             return self._product(x)
-        if torch.is_grad_enabled() and any(weight.requires_grad for weight in self._weights().values()):
-            self._cached = None  # what comes next may be a step of an optimizer that leaves no trace
+        weights = self._weights()
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values()):
+            self._prepared = None  # what comes next may be a step of an optimizer that leaves no trace
             return self._product(x)
         rows = x.shape[:-1].numel()
-        cached = self._cached  # another thread may drop it meanwhile
-        if cached is None or not cached.is_current(self._parameters, self._buffers):
-            weights = self._weights()
+        prepared = self._prepared  # another thread may drop it meanwhile
+        if prepared is None or not prepared.are_current(self._parameters, self._buffers):
             # Under torch.func and in functional_call the weights are no Parameters of this module.
             if not all(isinstance(weight, nn.Parameter) for weight in weights.values()):
                 return self._product(x)
@@ -374,13 +364,8 @@ class StructuredLinear(nn.Module, ABC):
                 return self._product(x)
             self.check_finite()
             self._check_places()
-            cached = self._cached = KeptMatrix(self._reference, sources)
-        matrix = cached.matrix(rows)
-        if matrix is None:
-            # What is made within inference mode could not take part in a backward pass to the inputs later.
-            with torch.inference_mode(False), torch.no_grad():
-                matrix = cached.prepared(rows, self._keeps_dense(rows), self._prepare)
-        return matrix.matmul(x)
+            prepared = self._prepared = PreparedForms(self._reference, sources)
+        return prepared.matrix(rows, self._prepares_dense, self._prepare).matmul(x)
 
     def _product(self, x: Tensor) -> Tensor:
         """x Mᵀ, with gradients to x and the parameters, by M itself where making it for so many rows is faster."""
@@ -392,16 +377,18 @@ class StructuredLinear(nn.Module, ABC):
         """Whether making M is faster than multiplying so many rows without it. A compiler does not ask."""
         return False
 
-    def _kept(self, cached: KeptMatrix, x: Tensor) -> PreparedMatrix | None:
-        """What is kept for products with as many rows as x, if it can be used as it is."""
+    def _prepared_for(self, prepared: PreparedForms, x: Tensor) -> PreparedMatrix | None:
+        """The matrix for products with as many rows as x, if it is prepared and can be used as it is."""
         if torch.jit.is_tracing():
             return None
-        is_usual = not self.training and x.dtype == cached.dtype and x.device == cached.device and x.numel() > 0
+        is_usual = not self.training and x.dtype == prepared.dtype and x.device == prepared.device and x.numel() > 0
         if not is_usual or x.ndim == 0 or x.shape[-1] != self.in_features:
             return None
-        if torch.is_autocast_enabled(cached.device_type) or not cached.is_current(self._parameters, self._buffers):
+        if torch.is_autocast_enabled(prepared.device_type):
             return None
-        return cached.matrix(x.numel() // self.in_features)
+        if not prepared.are_current(self._parameters, self._buffers):
+            return None
+        return prepared.found(x.numel() // self.in_features)
 
     def check_finite(self) -> None:
         """Refuse parameters of M that have NaN or infinite entries.
@@ -432,11 +419,11 @@ class StructuredLinear(nn.Module, ABC):
                 )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self._cached = None
+        self._prepared = None
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cached": None}
+        return {**self.__dict__, "_prepared": None}
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_to_be_scripted(self)

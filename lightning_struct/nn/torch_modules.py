@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -50,14 +50,15 @@ def copy_hooks(new: nn.Module, old: nn.Module, copied: dict[int, Any]) -> None:
     """
     for name in _OF_CALLS:
         hooks = getattr(old, name)
-        kept = type(hooks)((key, hook) for key, hook in hooks.items() if not _makes_weight(hook))
-        setattr(new, name, copy.deepcopy(kept, copied))
+        copies = type(hooks)((key, hook) for key, hook in hooks.items() if not _makes_weight(hook))
+        setattr(new, name, copy.deepcopy(copies, copied))
     new._is_full_backward_hook = old._is_full_backward_hook
 
 
 def has_state_hooks(layer: nn.Module) -> bool:
     """Whether the layer has hooks of ``state_dict`` or ``load_state_dict``, those of torch.nn.utils aside."""
-    return any(not _makes_weight(getattr(hook, "hook", hook)) for hook in _hooks_of_state(layer))
+    hooks = [hook for name in _OF_STATE for hook in getattr(layer, name).values()]
+    return any(not _makes_weight(getattr(hook, "hook", hook)) for hook in hooks)
 
 
 def weight_makers(layer: nn.Module) -> list[str]:
@@ -66,12 +67,6 @@ def weight_makers(layer: nn.Module) -> list[str]:
     by_parametrization = [type(maker).__name__ for makers in parametrizations.values() for maker in makers]
     by_hook = [type(hook).__name__ for hook in layer._forward_pre_hooks.values() if _makes_weight(hook)]
     return [name.lstrip("_") for name in dict.fromkeys(by_parametrization + by_hook)]
-
-
-def _hooks_of_state(layer: nn.Module) -> Iterator[Any]:
-    for name in _OF_STATE:
-        hooks: Mapping[int, Any] = getattr(layer, name)
-        yield from hooks.values()
 
 
 def _makes_weight(hook: Any) -> bool:
@@ -90,7 +85,10 @@ def add_parametrization(module: nn.Module, name: str, parametrization: nn.Module
         parametrization: maps the weight to that with which the module computes.
     """
     parametrize.register_parametrization(module, name, parametrization)
-    _make_picklable(type(module))
+    parametrized: Any = type(module)
+    if "__getstate__" in vars(parametrized):  # which refuses
+        del parametrized.__getstate__
+    parametrized.__reduce_ex__ = _reduced
 
 
 @torch.no_grad()
@@ -105,13 +103,6 @@ def remove_parametrizations(module: nn.Module) -> None:
     del module.parametrizations
     module.__class__ = type(module).__bases__[0]
     module._parameters = plain | module._parameters  # weights come before biases again
-
-
-def _make_picklable(parametrized: Any) -> None:
-    """Give a class that torch has made for a parametrized module another way of being pickled."""
-    if "__getstate__" in vars(parametrized):  # which refuses
-        del parametrized.__getstate__
-    parametrized.__reduce_ex__ = _reduced
 
 
 def _reduced(module: nn.Module, protocol: int) -> tuple[Any, ...]:

@@ -185,7 +185,7 @@ def test_each_size_of_batch_takes_the_form_that_multiplies_it_faster():
             torch.testing.assert_close(layer(x), expected(layer, x), rtol=1e-4, atol=1e-4)
             methods.append(layer.method_in_use)
     assert methods == ["scaled", "dense", "scaled", "scaled", "dense"]
-    assert layer.train()._cached is None
+    assert layer.train()._prepared is None
 
 
 def test_inputs_that_do_not_fit_are_refused_as_ever():

@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 
 # Entries of the largest matrix that is formed without being asked for at each step of training: 16 MiB in float32. And
-# of the largest that is kept while weights do not change: 64 MiB.
+# of the largest that is prepared for weights that do not change: 64 MiB.
 LARGEST_MATRIX = 2048 * 2048
-LARGEST_KEPT_MATRIX = 4096 * 4096
+LARGEST_PREPARED_MATRIX = 4096 * 4096
 # Odd factors of the lengths of transforms, beside powers of two. Measured: larger ones take up to twice as long.
 _ODD_FACTORS = (1, 3, 5, 7, 9, 15, 25, 49, 125)
 # Transforms of at least this length take longer to plan than to compute, on a CPU. Rows times rank up to which those in
@@ -61,44 +61,44 @@ def fastest_training_method(m: int, n: int, rank: int, batch: int, device: torch
     return min(exact, key=lambda method: training_nanoseconds(method, m, n, rank, batch))
 
 
-def method_for_any_operators(m: int, n: int, *, kept: bool = False) -> str:
+def method_for_any_operators(m: int, n: int, *, prepared: bool = False) -> str:
     """``"dense"`` or ``"tree"``: the method of LDR-SD that divides by nothing, chosen by the memory of the matrix.
 
     Args:
         m, n: the sizes of the matrix.
-        kept: the matrix is made once, for weights that do not change, and not at each step.
+        prepared: the matrix is made once, for weights that do not change, and not at each step.
     """
-    return "dense" if m * n <= (LARGEST_KEPT_MATRIX if kept else LARGEST_MATRIX) else "tree"
+    return "dense" if m * n <= (LARGEST_PREPARED_MATRIX if prepared else LARGEST_MATRIX) else "tree"
 
 
-def kept_matrix_is_faster(m: int, n: int, rank: int, batch: int) -> bool:
-    """Whether a matrix (m, n) that is kept is multiplied faster as it is than by 2 + 2r kept transforms.
+def prepared_matrix_is_faster(m: int, n: int, rank: int, batch: int) -> bool:
+    """Whether a matrix (m, n) that is prepared is multiplied faster as it is than by 2 + 2r prepared transforms.
 
     Transforms of a small batch cost their overhead, of a large one 200 times as much as products per number. Measured
     on one CPU thread at ranks 1 to 16, n = 512 to 3,072, with 1 to 64 rows.
     """
     at_least = max(900, (2 + 2 * rank) * min(200, 10 + 5 * batch))
-    return min(m, n) <= at_least and m * n <= LARGEST_KEPT_MATRIX
+    return min(m, n) <= at_least and m * n <= LARGEST_PREPARED_MATRIX
 
 
-def kept_circulant_is_faster(m: int, n: int, batch: int) -> bool:
-    """Whether a circulant matrix (m, n) that is kept is multiplied faster as it is than by two transforms.
+def prepared_circulant_is_faster(m: int, n: int, batch: int) -> bool:
+    """Whether a circulant matrix (m, n) that is prepared is multiplied faster as it is than by two transforms.
 
     Measured on one CPU thread, n = 96 to 4,099: transforms of the longer side win from a shorter side of 250 on. Of few
     rows they cost their overhead, and of lengths with large factors up to twenty times as much.
     """
     longer = max(m, n)
     at_least = 250 if batch >= 16 and transform_length(longer) == longer else 900
-    return min(m, n) <= at_least and m * n <= LARGEST_KEPT_MATRIX
+    return min(m, n) <= at_least and m * n <= LARGEST_PREPARED_MATRIX
 
 
-def kept_hadamard_matrix_is_faster(m: int, n: int, terms: int, batch: int) -> bool:
-    """Whether a matrix (m, n) that is kept is multiplied faster as it is than by two Hadamard transforms for each term.
+def prepared_hadamard_matrix_is_faster(m: int, n: int, terms: int, batch: int) -> bool:
+    """Whether a prepared matrix (m, n) is multiplied faster as it is than by two Hadamard transforms for each term.
 
     Measured on one CPU thread: with single vectors the transforms take five times as long at 1,024, and less at 2,048.
     """
     at_least = 1500 if batch < 4 else max(900, 2 * terms * min(200, 40 + 12 * batch))
-    return min(m, n) <= at_least and m * n <= LARGEST_KEPT_MATRIX
+    return min(m, n) <= at_least and m * n <= LARGEST_PREPARED_MATRIX
 
 
 def made_matrix_is_faster(m: int, n: int, rank: int, batch: int, device: torch.device) -> bool:
@@ -161,8 +161,8 @@ def factors_are_faster(k: int, m: int, n: int, batch: int) -> bool:
     return batch * k * (m + n) <= m * n * (k + batch)
 
 
-def kept_low_rank_matrix_is_faster(m: int, n: int, batch: int) -> bool:
-    """Whether a matrix (m, n) of low rank that is kept is multiplied faster as it is than by its two thin factors.
+def prepared_low_rank_matrix_is_faster(m: int, n: int, batch: int) -> bool:
+    """Whether a matrix (m, n) of low rank that is prepared is multiplied faster as it is than by its two thin factors.
 
     Measured on one CPU thread at ranks 1 to 32: the two small products cost their overhead, up to 320 units with single
     vectors, and up to 64 with 256.
@@ -171,7 +171,7 @@ def kept_low_rank_matrix_is_faster(m: int, n: int, batch: int) -> bool:
 
 
 def monarch_factors_are_faster(m: int, n: int, parameters: int, batch: int) -> bool:
-    """Whether a Monarch matrix is multiplied faster by its two factors than as it is kept.
+    """Whether a Monarch matrix is multiplied faster by its two factors than as it is prepared.
 
     Small ones are multiplied faster as they are: the factors are many small products. Measured on one CPU thread, n =
     256 to 4,096 with 1 to 256 rows.
@@ -182,7 +182,7 @@ def monarch_factors_are_faster(m: int, n: int, parameters: int, batch: int) -> b
         batch: rows of the input.
     """
     at_least = 512 if batch >= 8 else 700
-    return m * n > LARGEST_KEPT_MATRIX or (min(m, n) >= at_least and 2 * parameters <= m * n)
+    return m * n > LARGEST_PREPARED_MATRIX or (min(m, n) >= at_least and 2 * parameters <= m * n)
 
 
 def choose_tridiagonal_method(device: torch.device) -> str:

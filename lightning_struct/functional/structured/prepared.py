@@ -31,7 +31,7 @@ class PreparedMatrix(Protocol):
         """x Mᵀ, (..., m) for x (..., n), in the dtype of x, which is that of M."""
 
 
-def kept_dense(entries: Tensor) -> DenseMatrix | TransposedMatrix:
+def prepare_dense(entries: Tensor) -> DenseMatrix | TransposedMatrix:
     """M (m, n) by all of its entries, in the order in which it multiplies faster.
 
     On a CPU that is the transpose, if it fits into the cache of a core. Measured on one thread, with and without
@@ -123,10 +123,10 @@ class ReversedColumns:
 
     matrix: PreparedMatrix
 
-    def compressed(self) -> ReversedColumns:
+    def reduced(self) -> ReversedColumns:
         """The same without what can be made anew."""
-        compressed = getattr(self.matrix, "compressed", None)
-        return self if compressed is None else ReversedColumns(compressed())
+        reduced = getattr(self.matrix, "reduced", None)
+        return self if reduced is None else ReversedColumns(reduced())
 
     def matmul(self, x: Tensor) -> Tensor:
         return self.matrix.matmul(x.flip(-1))

@@ -17,7 +17,7 @@ The paper needs log₂ n levels of transforms (Theorem 1); this is one level. Th
 - its derivatives where those are differentiated again, :func:`_gradients`, and along tangents, :func:`_tangent`: the
   same formulas by operations that are differentiable themselves;
 - under compilers and ``vmap``, :func:`~.spectra.plain_product`, by such operations too;
-- for weights that do not change, :class:`~.spectra.ScaledToeplitzSpectra`, from spectra that are kept:
+- for weights that do not change, :class:`~.spectra.ScaledToeplitzSpectra`, from spectra that are prepared:
   for many rows an autograd function in x alone;
 - and for square ones of them :class:`~.fourier.HalfLengthProducts`, by complex transforms of half the length.
 """
@@ -107,7 +107,7 @@ class _TrainingProduct(torch.autograd.Function):
         keep_freed_memory()
         x, *parameters = inputs
         small = _ParameterSpectra.of(parameters)
-        y, kept = x.new_empty(x.shape[0], small.a.shape[0]), []
+        y, saved = x.new_empty(x.shape[0], small.a.shape[0]), []
         size, ranks = chunk_sizes(x, small.left, small.right)
         for rows, y_rows in zip(parts(x, size), parts(y, size), strict=True):
             spectra: list[Tensor] = []
@@ -115,8 +115,8 @@ class _TrainingProduct(torch.autograd.Function):
                 rows, small.b, small.right_conj, small.middle, small.left, y.shape[1], ranks, spectra
             )
             torch.mul(product, small.a, out=y_rows)
-            kept += [product, *spectra]
-        return y, small, *kept
+            saved += [product, *spectra]
+        return y, small, *saved
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

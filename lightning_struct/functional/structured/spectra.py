@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from lightning_struct.functional.structured.arguments import by_rows, has_values
 from lightning_struct.functional.structured.cost_model import (
     half_length_is_faster,
-    kept_matrix_is_faster,
+    prepared_matrix_is_faster,
     transform_length,
 )
 from lightning_struct.functional.structured.fourier import (
@@ -191,14 +191,14 @@ class ScaledToeplitzSpectra:
         return ScaledToeplitzSpectra(left, right.conj().resolve_conj(), a, b, middle, half_length)
 
     def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return kept_matrix_is_faster(m, n, self.left.shape[0], rows)
+        return prepared_matrix_is_faster(m, n, self.left.shape[0], rows)
 
-    def compressed(self) -> ScaledToeplitzSpectra:
+    def reduced(self) -> ScaledToeplitzSpectra:
         """The spectra without what can be made of them anew."""
         return replace(self, half_length=None)
 
     def completed(self) -> ScaledToeplitzSpectra:
-        """The spectra with what :meth:`compressed` leaves out."""
+        """The spectra with what :meth:`reduced` leaves out."""
         (m,), (n,) = self.out_scale.shape, self.in_scale.shape
         if self.half_length is not None or not half_length_is_faster(m, n, self.left.shape[0], self.left.device):
             return self
@@ -260,7 +260,7 @@ def product_in_place(
     left: Tensor,
     m: int,
     ranks: int,
-    kept: list[Tensor] | None = None,
+    saved: list[Tensor] | None = None,
 ) -> Tensor:
     """:func:`plain_product` but for the last scale, in as little fresh memory as can be.
 
@@ -269,8 +269,8 @@ def product_in_place(
         middle: ρ, by :func:`filled_up_middle`.
         m: the outputs.
         ranks: how many are taken at once.
-        kept: a list to which the spectra of what is transformed are appended: those of the scaled x, (B, F'), and those
-            of ρ C(hᵢ)ᵀ x, (ranks, B, F), for so many ranks after the other.
+        saved: a list to which the spectra of what is transformed are appended: those of the scaled x, (B, F'), and
+            those of ρ C(hᵢ)ᵀ x, (ranks, B, F), for so many ranks after the other.
     """
     n, in_length, out_length = x.shape[1], transformed_length(right), transformed_length(left)
     entry = x.new_empty(x.shape[0], in_length)
@@ -278,8 +278,8 @@ def product_in_place(
     entry[:, n:].zero_()
     of_inputs = torch.fft.rfft(entry)
     del entry  # what is freed at once is still in the cache when the next result takes its place
-    if kept is not None:
-        kept.append(of_inputs)
+    if saved is not None:
+        saved.append(of_inputs)
     total: Tensor | None = None
     for to, fro in zip(parts(right[:, None], ranks), parts(left[:, None], ranks), strict=True):
         between = torch.fft.irfft(of_inputs * to, n=in_length)
@@ -289,8 +289,8 @@ def product_in_place(
             between = F.pad(between[..., : middle.shape[0]] * middle, (0, out_length - middle.shape[0]))
         spectra = torch.fft.rfft(between)
         del between
-        if kept is not None:
-            kept.append(spectra)
+        if saved is not None:
+            saved.append(spectra)
             spectra = spectra * fro
         else:
             spectra.mul_(fro)

@@ -36,13 +36,13 @@ from lightning_struct.functional.structured.arguments import (
     require_vectors,
 )
 from lightning_struct.functional.structured.cost_model import (
-    LARGEST_KEPT_MATRIX,
+    LARGEST_PREPARED_MATRIX,
     fastest_training_method,
-    kept_matrix_is_faster,
     method_for_any_operators,
+    prepared_matrix_is_faster,
 )
 from lightning_struct.functional.structured.operators import subdiagonal_krylov_rows
-from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, kept_dense
+from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, prepare_dense
 from lightning_struct.functional.structured.scaled_toeplitz import scaled_toeplitz_matmul
 from lightning_struct.functional.structured.spectra import ScaledToeplitzSpectra, Similarity
 from lightning_struct.functional.structured.subdiagonal_exact import KrylovTree, stein_matrix
@@ -86,7 +86,7 @@ class KrylovTrees:
         return KrylovTrees(KrylovTree.of(a, G.mT, columns), KrylovTree.of(b, H.mT, columns))
 
     def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return m * n <= LARGEST_KEPT_MATRIX
+        return m * n <= LARGEST_PREPARED_MATRIX
 
     def matmul(self, x: Tensor) -> Tensor:
         return by_rows(self.multiply, x, self.left.leaves.dtype).to(x.dtype)
@@ -243,7 +243,7 @@ def prepare_subdiagonal(
 
     Args:
         a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H: as for :func:`subdiagonal_matmul`.
-        method: as there, but ``"auto"`` keeps the matrix itself where that is faster than transforms.
+        method: as there, but ``"auto"`` prepares the matrix itself where that is faster than transforms.
         batch: how many rows x will have.
 
     Returns:
@@ -263,19 +263,19 @@ def prepare_subdiagonal(
     _check(*parameters)
     if method == "auto":
         (m, rank), n = G.shape, H.shape[0]
-        is_dense = kept_matrix_is_faster(m, n, rank, batch)
-        method = "dense" if is_dense else choose_kept_subdiagonal_method(*parameters[:4])
+        is_dense = prepared_matrix_is_faster(m, n, rank, batch)
+        method = "dense" if is_dense else choose_prepared_subdiagonal_method(*parameters[:4])
     dtype = _inside(method, *parameters)
     computed = [tensor.to(dtype) for tensor in parameters]
     if method in _MAKING:
-        return kept_dense(_MAKING[method](*_as_circles(*computed)))
+        return prepare_dense(_MAKING[method](*_as_circles(*computed)))
     if method == "tree":
         return KrylovTrees.of(*computed)
     _refuse_zeros(a_subdiagonal, b_subdiagonal)
     return ScaledToeplitzSpectra.of(*computed[4:], *computed[:4])
 
 
-def compress_subdiagonal(
+def subdiagonal_factors(
     a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor, G: Tensor, H: Tensor
 ) -> PreparedMatrix:
     """The matrix of :func:`subdiagonal_matmul` in few numbers: spectra where these are exact, else trees or the matrix.
@@ -292,7 +292,7 @@ def compress_subdiagonal(
     if method is not None:
         dtype = _inside(method, *parameters)
         computed = [tensor.to(dtype) for tensor in parameters]
-        return ScaledToeplitzSpectra.of(*computed[4:], *computed[:4]).compressed()
+        return ScaledToeplitzSpectra.of(*computed[4:], *computed[:4]).reduced()
     trees = KrylovTrees.of(*(tensor.to(computing_dtype(*parameters)) for tensor in parameters))
     if trees.left.leaves.numel() + trees.right.leaves.numel() < G.shape[0] * H.shape[0]:
         return trees
@@ -328,17 +328,17 @@ def choose_subdiagonal_method(
     return fastest_training_method(m, n, rank, batch, a_subdiagonal.device, scaled)
 
 
-def choose_kept_subdiagonal_method(
+def choose_prepared_subdiagonal_method(
     a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor
 ) -> str:
-    """The method by which a matrix is kept where the dense one is slower: spectra where they are exact enough.
+    """The method by which a matrix is prepared where the dense one is slower: spectra where they are exact enough.
 
     Args:
         a_subdiagonal, a_corner, b_subdiagonal, b_corner: as for :func:`subdiagonal_matmul`.
     """
     m, n = a_subdiagonal.shape[0] + 1, b_subdiagonal.shape[0] + 1
     scaled = _exact_scaled_method(a_subdiagonal, a_corner, b_subdiagonal, b_corner)
-    return scaled or method_for_any_operators(m, n, kept=True)
+    return scaled or method_for_any_operators(m, n, prepared=True)
 
 
 def _exact_scaled_method(

@@ -35,7 +35,7 @@ from lightning_struct.functional.structured.arguments import (
     require_one_of,
     require_vectors,
 )
-from lightning_struct.functional.structured.cost_model import LARGEST_KEPT_MATRIX, choose_tridiagonal_method
+from lightning_struct.functional.structured.cost_model import LARGEST_PREPARED_MATRIX, choose_tridiagonal_method
 from lightning_struct.functional.structured.operators import TridiagonalOperator, krylov_product
 from lightning_struct.functional.torch_tools import denormals_flushed, opaque_operator
 
@@ -69,7 +69,7 @@ class TridiagonalFactors:
         return TridiagonalFactors(tensors[:4], tensors[4:], G, H)
 
     def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return m * n <= LARGEST_KEPT_MATRIX
+        return m * n <= LARGEST_PREPARED_MATRIX
 
     def matmul(self, x: Tensor) -> Tensor:
         return tridiagonal_matmul(*_operators([*self.a, *self.b]), self.G, self.H, x)

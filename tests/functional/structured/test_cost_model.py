@@ -1,22 +1,22 @@
 import torch
 
 from lightning_struct.functional.structured.cost_model import (
-    LARGEST_KEPT_MATRIX,
     LARGEST_MATRIX,
+    LARGEST_PREPARED_MATRIX,
     fastest_training_method,
-    kept_circulant_is_faster,
-    kept_hadamard_matrix_is_faster,
-    kept_matrix_is_faster,
     krylov_product_is_faster,
     made_matrix_is_faster,
     making_is_faster,
     method_for_any_operators,
+    prepared_circulant_is_faster,
+    prepared_hadamard_matrix_is_faster,
+    prepared_matrix_is_faster,
     training_nanoseconds,
 )
 
 
 def largest_kept(rank, batch):
-    return max(n for n in (512, 1024, 2048, 4096, 8192) if kept_matrix_is_faster(n, n, rank, batch))
+    return max(n for n in (512, 1024, 2048, 4096, 8192) if prepared_matrix_is_faster(n, n, rank, batch))
 
 
 def test_the_matrix_is_kept_up_to_larger_sizes_for_higher_ranks_and_more_rows():
@@ -28,7 +28,7 @@ def test_the_matrix_of_rank_one_is_kept_below_a_thousand_units():
 
 
 def test_no_matrix_is_kept_that_takes_too_much_memory():
-    assert not kept_matrix_is_faster(LARGEST_KEPT_MATRIX + 1, 1, rank=16, batch=64)
+    assert not prepared_matrix_is_faster(LARGEST_PREPARED_MATRIX + 1, 1, rank=16, batch=64)
 
 
 def test_transforms_are_the_fastest_in_training_but_for_small_matrices_and_huge_batches():
@@ -55,16 +55,16 @@ def test_without_transforms_the_tree_is_faster_at_small_ranks_only():
 
 
 def test_a_circulant_matrix_is_kept_where_transforms_take_longer():
-    assert [kept_circulant_is_faster(512, 512, batch) for batch in (1, 64)] == [True, False]
-    assert not kept_circulant_is_faster(768, 3072, 64)
-    assert kept_circulant_is_faster(128, 128, 64) and kept_circulant_is_faster(509, 509, 64)  # 509 is a prime number
-    assert not kept_circulant_is_faster(LARGEST_KEPT_MATRIX + 1, 1, 1)
+    assert [prepared_circulant_is_faster(512, 512, batch) for batch in (1, 64)] == [True, False]
+    assert not prepared_circulant_is_faster(768, 3072, 64)
+    assert prepared_circulant_is_faster(128, 128, 64) and prepared_circulant_is_faster(509, 509, 64)  # a prime
+    assert not prepared_circulant_is_faster(LARGEST_PREPARED_MATRIX + 1, 1, 1)
 
 
 def test_a_matrix_of_hadamard_transforms_is_kept_longer_for_single_vectors():
-    assert [kept_hadamard_matrix_is_faster(1024, 1024, 1, batch) for batch in (1, 64)] == [True, False]
-    assert not kept_hadamard_matrix_is_faster(2048, 2048, 4, 1)
-    assert not kept_hadamard_matrix_is_faster(1, LARGEST_KEPT_MATRIX + 1, 1, 1)
+    assert [prepared_hadamard_matrix_is_faster(1024, 1024, 1, batch) for batch in (1, 64)] == [True, False]
+    assert not prepared_hadamard_matrix_is_faster(2048, 2048, 4, 1)
+    assert not prepared_hadamard_matrix_is_faster(1, LARGEST_PREPARED_MATRIX + 1, 1, 1)
 
 
 def test_a_toeplitz_like_matrix_is_made_for_many_rows_or_a_short_side():
@@ -95,4 +95,4 @@ def test_no_method_with_a_launch_for_each_row_is_taken_on_other_devices():
 
 def test_operators_of_any_entries_take_the_matrix_as_far_as_memory_goes():
     assert [method_for_any_operators(n, n) for n in (2048, 2049)] == ["dense", "tree"]
-    assert [method_for_any_operators(n, n, kept=True) for n in (4096, 4097)] == ["dense", "tree"]
+    assert [method_for_any_operators(n, n, prepared=True) for n in (4096, 4097)] == ["dense", "tree"]

@@ -1,4 +1,4 @@
-"""What layers keep in eval mode between calls: made anew after any change of parameters, no larger than said."""
+"""The matrices that layers prepare in eval mode: made anew after any change of parameters, no larger than said."""
 
 import copy
 

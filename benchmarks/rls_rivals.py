@@ -45,7 +45,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import logging
 import math
 import statistics
 import time
@@ -418,7 +417,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run_all(options: argparse.Namespace) -> None:
     torch.set_flush_denormal(True)
-    logging.getLogger("lightning_struct.optim.rls.optimizer").setLevel(logging.WARNING)
     output = harness.make_directory(options.output or harness.RESULTS / "rls_rivals")
     missing = {name for name in options.ways if find_spec(WAYS[name].needs) is None}
     for name in sorted(missing):

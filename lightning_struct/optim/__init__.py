@@ -1,6 +1,6 @@
 """Optimizers on torch alone: they work in a plain training loop."""
 
-from lightning_struct.optim.rls import RLS
+from lightning_struct.optim.rls import RLS, FullP, LowRankP, RankOneP
 from lightning_struct.optim.shf import (
     CG,
     LSMR,
@@ -21,9 +21,12 @@ __all__ = [
     "RLS",
     "SHF",
     "Exact",
+    "FullP",
     "Kronecker",
     "LevenbergMarquardt",
+    "LowRankP",
     "NextBatch",
+    "RankOneP",
     "StepReport",
     "WarmStart",
 ]

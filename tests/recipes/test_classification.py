@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_struct.models import Classifier, RLSClassifier
-from lightning_struct.optim import RLS
+from lightning_struct.optim import RLS, LowRankP, RankOneP
 from lightning_struct.recipes.catalogue import config_directory
 from lightning_struct.recipes.mnist_fnn import main
 
@@ -67,9 +67,23 @@ def test_rls_has_the_settings_of_the_paper(name, way, loss, momentum, l1):
     cli = run(name, "fit", "--config", config, *NETWORKS[name], "--trainer.fast_dev_run=1")
     (optimizer,) = cli.trainer.optimizers
     paper = {"ratio": 0.1, "gradient_scale": 1, "momentum": momentum, "l1": l1}
-    assert (
-        paper.items() <= optimizer.param_groups[0].items() and optimizer.max_grad_norm == 5 and cli.model.loss == loss
-    )
+    assert paper.items() <= optimizer.param_groups[0].items()
+    assert optimizer.settings.max_grad_norm == 5 and cli.model.loss == loss
+
+
+@pytest.mark.parametrize(
+    ("given", "form"),
+    [
+        (["=low_rank"], "low_rank"),
+        (["=lightning_struct.optim.LowRankP", ".rank=3"], LowRankP(rank=3)),
+        (["=lightning_struct.optim.RankOneP", ".interval=2"], RankOneP(interval=2)),
+    ],
+)
+def test_the_form_of_p_is_a_name_or_a_value_on_the_command_line(given, form):
+    config = str(config_directory("mnist_fnn") / "rls.yaml")
+    chosen = [f"--model.optimizer.form{argument}" for argument in given]
+    cli = run("mnist_fnn", "fit", "--config", config, *NETWORKS["mnist_fnn"], *chosen, "--trainer.fast_dev_run=1")
+    assert cli.trainer.optimizers[0].settings.form == form
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,16 @@ joined.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Bound on the diagonal of P where λ < 1; it starts at 1.
 LARGEST_DIAGONAL = 2.0
@@ -25,19 +29,43 @@ LARGEST_DIAGONAL = 2.0
 SMALLEST_ALONG_MEAN = 16.0
 
 
-class InverseAutocorrelation(Protocol):
-    """P of each group, symmetric and positive definite; A = P⁻¹."""
+class InverseAutocorrelation(ABC):
+    """P of each group, symmetric and positive definite; A = P⁻¹.
+
+    Subclasses are dataclasses whose fields are λ, ``forgetting``, and the state of P: tensors, the main one first, and
+    counters.
+
+    Attributes:
+        form: name of the form.
+        is_dense: a product with P costs d multiply-adds for each number.
+    """
+
+    form: ClassVar[str]
+    is_dense: ClassVar[bool] = False
+    forgetting: float
+
+    def state(self) -> dict[str, Any]:
+        """The tensors themselves, not copies, and the counters, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "forgetting"}  # type: ignore[arg-type]
+
+    def with_state(self, state: Mapping[str, Any]) -> Self:
+        """P of this form and λ with the tensors and counters of a :meth:`state`, which may have other entries."""
+        return replace(self, **{name: state[name] for name in self.state()})  # type: ignore[type-var]
 
     @property
-    def forgetting(self) -> float:
-        """λ."""
+    def main(self) -> tuple[str, Tensor]:
+        """Name and tensor of the first entry of the state: P, its root, its factors, or the mean of its inputs."""
+        return next(iter(self.state().items()))
 
+    @abstractmethod
     def apply(self, mean: Tensor) -> Tensor:
         """u = P x̄, (groups, d), of x̄, (groups, d): equation (54)."""
 
+    @abstractmethod
     def multiply(self, features: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
         """Rows times P: (groups, r, d - m) and (groups, r, m) of rows [features, constants] of the same shapes."""
 
+    @abstractmethod
     def update_(self, mean: Tensor, applied: Tensor, h: Tensor, weight: float) -> None:
         """Replace A by λA + w x̄x̄ᵀ, equations (35) and (74), and so P by that of equation (53), in place.
 
@@ -47,6 +75,16 @@ class InverseAutocorrelation(Protocol):
             h: of :func:`gain`, (groups,).
             weight: w = kT.
         """
+
+    def add_product_(self, targets: Sequence[Tensor], features: Tensor, constants: Tensor, factor: Tensor) -> None:
+        """targets ← targets + factor [features, constants] P, in place, with ``factor`` of shape (groups,)."""
+        for target, product in zip(targets, self.multiply(features, constants), strict=True):
+            target.addcmul_(product, factor[:, None, None])
+
+    def subtract_product_(self, targets: Sequence[Tensor], features: Tensor, constants: Tensor, factor: float) -> None:
+        """targets ← targets - factor [features, constants] P, in place."""
+        for target, product in zip(targets, self.multiply(features, constants), strict=True):
+            target.sub_(product, alpha=factor)
 
 
 def gain(mean: Tensor, applied: Tensor, weight: float, forgetting: float) -> Tensor:
@@ -69,37 +107,36 @@ def gain(mean: Tensor, applied: Tensor, weight: float, forgetting: float) -> Ten
 
 
 @dataclass(frozen=True)
-class FullInverse:
+class FullInverse(InverseAutocorrelation):
     """P itself, for λ = 1: (I + Σ w x̄x̄ᵀ)⁻¹ exactly, by the symmetric update P ← P - vvᵀ with v = √(w/h) u.
 
     Args:
-        matrix: (groups, d, d), float32 or float64, changed in place.
+        P: (groups, d, d), float32 or float64, changed in place.
     """
 
-    matrix: Tensor
+    form = "full"
+    is_dense = True
+    P: Tensor
+    forgetting: float = field(default=1.0, init=False)
 
     @staticmethod
     def identity(groups: int, size: int, like: Tensor) -> FullInverse:
         """P₀ = I, (groups, size, size), in the dtype and on the device of ``like``."""
         return FullInverse(_identity(groups, size, like))
 
-    @property
-    def forgetting(self) -> float:
-        return 1.0
-
     def apply(self, mean: Tensor) -> Tensor:
-        return torch.bmm(self.matrix, mean.unsqueeze(-1)).squeeze(-1)
+        return torch.bmm(self.P, mean.unsqueeze(-1)).squeeze(-1)
 
     def multiply(self, features: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
-        return _split(_product(features, constants, self.matrix), features.shape[-1])
+        return _split(_product(features, constants, self.P), features.shape[-1])
 
     def update_(self, mean: Tensor, applied: Tensor, h: Tensor, weight: float) -> None:
         v = _difference(mean, applied, h, weight)  # P ← P - (kT/h) u uᵀ: (53) with λ = 1
-        self.matrix.addcmul_(v[:, :, None], v[:, None, :], value=-1)
+        self.P.addcmul_(v[:, :, None], v[:, None, :], value=-1)
 
 
 @dataclass(frozen=True)
-class SquareRootInverse:
+class SquareRootInverse(InverseAutocorrelation):
     """S with P = S Sᵀ, for λ < 1, with a bound.
 
     Where λ < 1 the formulas of the paper let all directions in which no x̄ points grow as λ⁻ˢ, and rounding makes P
@@ -116,6 +153,8 @@ class SquareRootInverse:
         forgetting: λ, in (0, 1).
     """
 
+    form = "full"
+    is_dense = True
     root: Tensor
     forgetting: float
 
@@ -139,7 +178,7 @@ class SquareRootInverse:
 
 
 @dataclass
-class LowRankInverse:
+class LowRankInverse(InverseAutocorrelation):
     """V with P ≈ I - VᵀV, for λ = 1: the updates of :class:`FullInverse`, of which the largest directions are kept.
 
     Every update adds its v = √(w/h) u as a row. Where 2r rows are full, those r orthogonal ones replace them in which
@@ -152,17 +191,15 @@ class LowRankInverse:
         count: the number of rows in use, which grows with each update.
     """
 
+    form = "low_rank"
     factors: Tensor
     count: int
+    forgetting: float = field(default=1.0, init=False)
 
     @staticmethod
     def identity(groups: int, size: int, like: Tensor, rank: int) -> LowRankInverse:
         """P₀ = I of this size, in the dtype and on the device of ``like``; r is ``rank``."""
         return LowRankInverse(like.new_zeros(groups, 2 * rank, size), 0)
-
-    @property
-    def forgetting(self) -> float:
-        return 1.0
 
     @property
     def _used(self) -> Tensor:
@@ -181,18 +218,14 @@ class LowRankInverse:
         )
 
     def add_product_(self, targets: Sequence[Tensor], features: Tensor, constants: Tensor, factor: Tensor) -> None:
-        """targets ← targets + factor [features, constants] P, without the product by itself.
-
-        Args:
-            targets: of the shapes of ``features`` and ``constants``, changed in place.
-            features, constants: as in :meth:`multiply`.
-            factor: (groups,).
-        """
         used, factor = self._used, factor[:, None, None]
         along = _product(features, constants, used.mT).mul_(factor)
         n = features.shape[-1]
         for target, rows, part in zip(targets, (features, constants), (used[:, :, :n], used[:, :, n:]), strict=True):
             target.addcmul_(rows, factor).baddbmm_(along, part, alpha=-1)
+
+    def subtract_product_(self, targets: Sequence[Tensor], features: Tensor, constants: Tensor, factor: float) -> None:
+        self.add_product_(targets, features, constants, features.new_full((len(features),), -factor))
 
     def update_(self, mean: Tensor, applied: Tensor, h: Tensor, weight: float) -> None:
         self.factors[:, self.count] = _difference(mean, applied, h, weight)
@@ -209,48 +242,7 @@ class LowRankInverse:
 
 
 @dataclass(frozen=True)
-class BlockDiagonalInverse:
-    """P of blocks of inputs, in their order, each with a full P of its own: what couples the blocks is left out.
-
-    Args:
-        blocks: of (groups · number of blocks, size of a block); the last block is filled up with inputs that are zero.
-        groups: as everywhere.
-        block_size: inputs of a block.
-    """
-
-    blocks: FullInverse | SquareRootInverse
-    groups: int
-    block_size: int
-
-    @property
-    def forgetting(self) -> float:
-        return self.blocks.forgetting
-
-    def _split(self, rows: Tensor) -> Tensor:
-        """(groups · blocks, r, block size) of (groups, r, d)."""
-        rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % self.block_size))
-        return rows.unflatten(2, (-1, self.block_size)).transpose(1, 2).flatten(0, 1)
-
-    def _join(self, parts: Tensor, size: int) -> Tensor:
-        """The reverse of :meth:`_split`."""
-        return parts.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(2)[..., :size]
-
-    def apply(self, mean: Tensor) -> Tensor:
-        return self._join(self.blocks.apply(self._split(mean[:, None])[:, 0])[:, None], mean.shape[-1])[:, 0]
-
-    def multiply(self, features: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
-        parts = self._split(torch.cat([features, constants], 2))
-        products, _ = self.blocks.multiply(parts, parts[..., :0])
-        return _split(self._join(products, features.shape[-1] + constants.shape[-1]), features.shape[-1])
-
-    def update_(self, mean: Tensor, applied: Tensor, h: Tensor, weight: float) -> None:
-        means, applications = self._split(mean[:, None])[:, 0], self._split(applied[:, None])[:, 0]
-        h_of_blocks = gain(means, applications, weight, self.forgetting)
-        self.blocks.update_(means, applications, h_of_blocks, weight)
-
-
-@dataclass(frozen=True)
-class RankOneInverse:
+class RankOneInverse(InverseAutocorrelation):
     """P ≈ (I + μ m mᵀ)⁻¹ = I - μ/(1 + μ|m|²) m mᵀ with μ = Σ w and m the mean of x̄: two vectors in place of a matrix.
 
     With λ < 1, μ and m forget; the identity does not, so that all eigenvalues are in (0, 1].
@@ -261,6 +253,7 @@ class RankOneInverse:
         forgetting: λ, in (0, 1].
     """
 
+    form = "rank1"
     mean: Tensor
     mass: Tensor
     forgetting: float = 1.0

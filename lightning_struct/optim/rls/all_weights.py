@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
-from lightning_struct.collective import world_size
+from lightning_struct.collective import all_reduce_together, world_size
 from lightning_struct.functional.checks import NotFinite
 from lightning_struct.functional.layers.registry import plain_name
+from lightning_struct.functional.torch_tools import norms_of_each
 from lightning_struct.optim.rls.gain_limit import GainLimit, largest_gains
-from lightning_struct.optim.rls.norms import StepNorms
-from lightning_struct.optim.rls.weights import TrainedWeight
+from lightning_struct.optim.rls.weights import TrainedWeight, WeightNorms
 
 # The states of weights by their names, of those that have one.
 States: TypeAlias = Mapping[str, Mapping[str, Any]]
 # Attribute of a gradient: its version when a step was made with it.
 _STEPPED = "version_stepped_by_rls"
+# The error of RLS.exact under torch.distributed.
+ROWS_OF_PROCESSES = "RLS.exact reads every row in one process, and there are several: train in one, or use RLS(...)"
 
 
 def forget_statistics(weights: Iterable[TrainedWeight]) -> None:
@@ -106,3 +112,120 @@ def gain_limits(states: Mapping[TrainedWeight, dict[str, Any]], max_gain: float)
     if world_size() == 1 and all(weight.parameter.device.type == "cpu" for weight in states):
         gains = {w: g for w, g in gains.items() if w.settings.forgetting < 1 or g.trace() > max_gain}
     return {weight: GainLimit(gain, max_gain, len(states)) for weight, gain in largest_gains(gains).items()}
+
+
+def reduce_statistics(weights: Sequence[TrainedWeight]) -> None:
+    """Sums and counts of all weights over processes, by one collective.
+
+    Raises:
+        ValueError: a weight needs the rows themselves.
+    """
+    if any(weight.form.by_rows for weight in weights):
+        raise ValueError(ROWS_OF_PROCESSES)
+    dtype = max((weight.dtype for weight in weights), key=lambda dtype: dtype.itemsize)
+    totals = [
+        weight.parameter.new_zeros(weight.groups, weight.features, dtype=weight.dtype)
+        if weight.statistics.total is None
+        else weight.statistics.total
+        for weight in weights
+    ]
+    counts = torch.tensor(
+        [count for weight in weights for count in weight.statistics.counts], dtype=dtype, device="cpu"
+    )
+    *totals, counts = all_reduce_together([*totals, counts])
+    numbers = iter(counts.tolist())
+    for weight, total in zip(weights, totals, strict=True):
+        statistics = weight.statistics
+        statistics.counts = [next(numbers) for _ in statistics.counts]
+        statistics.total = total if statistics.counts[0] else None
+        statistics.pairs = None  # of this process alone
+
+
+@dataclass(frozen=True)
+class StepNorms:
+    """Norms of what a step reads.
+
+    Attributes:
+        gradients: of all parameters that have one.
+        means: of x̄, by its weight.
+        thetas: of θ, weight and biases together.
+    """
+
+    gradients: Mapping[nn.Parameter, float]
+    means: Mapping[TrainedWeight, float]
+    thetas: Mapping[TrainedWeight, float]
+
+    @property
+    def total(self) -> float:
+        """The norm of all gradients together."""
+        return math.hypot(*self.gradients.values())
+
+    def clip_coefficient(self, max_norm: float | None) -> float:
+        """Factor that brings the norm of all gradients together to ``max_norm`` if it is above; None is no bound."""
+        return 1.0 if max_norm is None else min(max_norm / (self.total + 1e-6), 1.0)
+
+    def is_finite(self) -> bool:
+        """Whether there is neither NaN nor infinity in gradients and mean inputs."""
+        return all(map(math.isfinite, [*self.gradients.values(), *self.means.values()]))
+
+    def of(self, weight: TrainedWeight) -> WeightNorms:
+        """Those of one weight."""
+        gradients = [self.gradients[p] for p in weight.parameters if p in self.gradients]
+        return WeightNorms(self.thetas[weight], math.hypot(*gradients))
+
+
+def step_norms(parameters: Iterable[nn.Parameter], means: Mapping[TrainedWeight, Tensor]) -> StepNorms:
+    """The norms of a step, for which it waits for the device once.
+
+    Args:
+        parameters: all that are trained, by whomever.
+        means: x̄ of the weights that the step changes.
+    """
+    of_weights = (parameter for weight in means for parameter in weight.parameters)
+    gradients = {p: _entries(p.grad) for p in (*parameters, *of_weights) if p.grad is not None}
+    parts = {weight: weight.theta_parts() for weight in means}
+    tensors = [*gradients.values(), *means.values(), *(part for those in parts.values() for part in those)]
+    norms = iter(_norms(tensors))
+    return StepNorms(
+        {parameter: next(norms) for parameter in gradients},
+        {weight: next(norms) for weight in means},
+        {weight: math.hypot(*(next(norms) for _ in those)) for weight, those in parts.items()},
+    )
+
+
+def _entries(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient, which is sparse where the auxiliary optimizer trains an embedding with such ones."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _norms(tensors: Sequence[Tensor]) -> list[float]:
+    """The Euclidean norm of each tensor."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for place, tensor in enumerate(tensors):
+        alike[tensor.device, tensor.dtype].append(place)
+    norms = []
+    for (_, dtype), places in alike.items():
+        of_kind = norms_of_each([tensors[place] for place in places], torch.float32 if dtype.itemsize < 4 else None)
+        norms.append(torch.stack(of_kind))
+    if not norms:
+        return []
+    widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
+    numbers = torch.cat([norm.to(norms[0].device, widest) for norm in norms]).tolist()
+    places = [place for those in alike.values() for place in those]
+    return [number for _, number in sorted(zip(places, numbers, strict=True))]
+
+
+def check_states(states: Mapping[str, Mapping[str, Any]], weights: Sequence[TrainedWeight]) -> None:
+    """Raise unless states by name are of these weights, or empty.
+
+    Raises:
+        ValueError: one is of another weight, form or shape.
+    """
+    for weight in weights:
+        if state := states.get(weight.name):
+            weight.check_state(state)
+    if unknown := states.keys() - {weight.name for weight in weights}:
+        raise ValueError(
+            f"the state is of an RLS that trains {', '.join(sorted(unknown))}, which this one does not: make it with "
+            "the same layers excluded, and unfreeze before what was unfrozen"
+        )

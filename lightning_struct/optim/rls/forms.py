@@ -1,70 +1,148 @@
-"""Form of P, and how it is updated: asked for once for all weights, and decided for each."""
+"""Forms of P as values, which ``RLS(module, form=...)`` takes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal, TypeAlias
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
 
-InverseForm: TypeAlias = Literal["full", "low_rank", "rank1"]
+from torch import Tensor
 
-# A weight with more inputs has the low-rank form where no form is asked for: a product with P would cost more than the
-# rest of its step.
+from lightning_struct.functional.checks import is_integer
+from lightning_struct.functional.curvature.recursive_least_squares import (
+    FullInverse,
+    InverseAutocorrelation,
+    LowRankInverse,
+    RankOneInverse,
+    SquareRootInverse,
+)
+
+FormName: TypeAlias = Literal["full", "low_rank", "rank1"]
+
+# By default a weight with more inputs has a P of low rank: a product with the full P would cost more than the rest of
+# its step.
 LARGEST_FULL = 512
-# Settings that have no meaning beside a form that is asked for.
-_WITHOUT_MEANING: dict[InverseForm, tuple[str, ...]] = {
-    "full": ("rank",),
-    "low_rank": ("block_size",),
-    "rank1": ("rank", "block_size"),  # a max_size holds: its P takes less than any
-}
+
+
+class FormOfP(ABC):
+    """Base of the forms of P.
+
+    Attributes:
+        interval: P is updated once in this many steps, by as much as in all of them.
+        by_rows: P is updated by every row of the inputs, not by their mean, and before the step.
+    """
+
+    interval: int
+    by_rows: ClassVar[bool] = False
+
+    @abstractmethod
+    def identity(self, groups: int, size: int, like: Tensor, forgetting: float) -> InverseAutocorrelation:
+        """P₀ = I for ``size`` inputs in each group, in the dtype and on the device of ``like``; λ is ``forgetting``."""
 
 
 @dataclass(frozen=True)
-class InverseSettings:
-    """Settings of the P of all weights; see :class:`~lightning_struct.optim.RLS`.
+class FullP(FormOfP):
+    """The paper's P: d² numbers for d inputs.
 
-    Attributes:
-        form: of P; None: chosen by the number of inputs.
-        forgetting: λ.
-        rank: r of the low-rank form.
-        block_size: a full P of more rows is block-diagonal; None: none is.
-        max_size: P of more inputs has the rank-1 form; None: of none.
-        interval: P is updated in the first of so many steps.
-        limits_gain: the gain is bounded: samples of the rows are wanted.
-        by_rows: P is updated by every row, not by their mean, and that before the step; for linear layers and the full
-            form.
+    Args:
+        interval: P is updated once in this many steps, by as much as in all of them.
 
     Raises:
-        ValueError: there is no such form, it does not forget, or another setting has no meaning beside it.
+        ValueError: ``interval`` is no integer above 0.
     """
 
-    form: InverseForm | None
-    forgetting: float = 1.0
-    rank: int = 32
-    block_size: int | None = None
-    max_size: int | None = None
     interval: int = 1
-    limits_gain: bool = False
-    by_rows: bool = False
 
     def __post_init__(self) -> None:
-        if self.form not in (None, "full", "low_rank", "rank1"):
-            raise ValueError(f"form must be 'full', 'low_rank', 'rank1' or None, got {self.form!r}")
-        if self.form == "low_rank" and self.forgetting < 1:
-            raise ValueError("form='low_rank' does not forget: use forgetting=1, or form='full' or 'rank1'")
-        if self.form is not None:
-            self._refuse_without_meaning(_WITHOUT_MEANING[self.form])
+        _check_positive(interval=self.interval)
 
-    def _refuse_without_meaning(self, names: tuple[str, ...]) -> None:
-        for field in fields(self):
-            given = getattr(self, field.name)
-            if field.name in names and given != field.default:
-                raise ValueError(f"{field.name}={given!r} has no meaning beside form={self.form!r}; leave it out")
+    def identity(self, groups: int, size: int, like: Tensor, forgetting: float) -> InverseAutocorrelation:
+        if forgetting < 1:
+            return SquareRootInverse.identity(groups, size, like, forgetting)
+        return FullInverse.identity(groups, size, like)
 
-    def form_of(self, features: int) -> InverseForm:
-        """Form of the P of a weight with so many inputs, not counting biases."""
-        if self.max_size is not None and features > self.max_size:
-            return "rank1"
-        if self.form is not None:
-            return self.form
-        is_large = features > LARGEST_FULL and self.forgetting == 1 and self.block_size is None
-        return "low_rank" if is_large else "full"
+
+@dataclass(frozen=True)
+class LowRankP(FormOfP):
+    """P of low rank, 2rd numbers for d inputs; it does not forget.
+
+    See :class:`~lightning_struct.functional.curvature.recursive_least_squares.LowRankInverse`.
+
+    Args:
+        rank: r.
+        interval: P is updated once in this many steps, by as much as in all of them.
+
+    Raises:
+        ValueError: ``rank`` or ``interval`` is no integer above 0.
+    """
+
+    rank: int = 32
+    interval: int = 1
+
+    def __post_init__(self) -> None:
+        _check_positive(rank=self.rank, interval=self.interval)
+
+    def identity(self, groups: int, size: int, like: Tensor, forgetting: float) -> InverseAutocorrelation:
+        return LowRankInverse.identity(groups, size, like, self.rank)
+
+
+@dataclass(frozen=True)
+class RankOneP(FormOfP):
+    """The cheapest P: d numbers for d inputs.
+
+    See :class:`~lightning_struct.functional.curvature.recursive_least_squares.RankOneInverse`.
+
+    Args:
+        interval: P is updated once in this many steps, by as much as in all of them.
+
+    Raises:
+        ValueError: ``interval`` is no integer above 0.
+    """
+
+    interval: int = 1
+
+    def __post_init__(self) -> None:
+        _check_positive(interval=self.interval)
+
+    def identity(self, groups: int, size: int, like: Tensor, forgetting: float) -> InverseAutocorrelation:
+        return RankOneInverse.identity(groups, size, like, forgetting)
+
+
+class RowByRowP(FullP):
+    """The full P of ``RLS.exact``: every row updates it, before the step."""
+
+    by_rows = True
+
+
+_BY_NAME: dict[str, type[FormOfP]] = {"full": FullP, "low_rank": LowRankP, "rank1": RankOneP}
+
+
+def form_of_p(form: FormName | FormOfP | None, forgetting: float, features: int) -> FormOfP:
+    """The form of P of one weight.
+
+    Args:
+        form: as :class:`~lightning_struct.optim.RLS` takes it; None: chosen by ``features``.
+        forgetting: λ.
+        features: number of inputs of the weight, not counting biases.
+
+    Raises:
+        ValueError: there is no such form, or it does not forget.
+    """
+    if form is None:
+        form = "low_rank" if features > LARGEST_FULL and forgetting == 1 else "full"
+    chosen = _BY_NAME[form]() if isinstance(form, str) and form in _BY_NAME else form
+    if not isinstance(chosen, FormOfP):
+        raise ValueError(  # noqa: TRY004, as for any other option
+            f"form must be 'full', 'low_rank', 'rank1', FullP(...), LowRankP(...), RankOneP(...) or None, got {form!r}"
+        )
+    if isinstance(chosen, LowRankP) and forgetting < 1:
+        raise ValueError("a P of low rank does not forget: use forgetting=1, or form='full' or 'rank1'")
+    return chosen
+
+
+def _check_positive(**fields: Any) -> None:
+    for name, value in fields.items():
+        if not is_integer(value):
+            raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value!r}")

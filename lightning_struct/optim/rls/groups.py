@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -10,10 +11,9 @@ from torch import nn
 
 from lightning_struct.functional.layers.registry import plain_name
 from lightning_struct.optim.requirements import WEIGHTS_ALONE, refuse_replaced
-from lightning_struct.optim.rls.gradient_scales import GradientScales
 from lightning_struct.optim.rls.recorder import InputRecorder
 from lightning_struct.optim.rls.selection import WeightTable
-from lightning_struct.optim.rls.settings import check_options
+from lightning_struct.optim.rls.settings import Settings
 from lightning_struct.optim.rls.weights import TrainedWeight
 
 AuxiliaryFactory: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -31,7 +31,7 @@ class Membership:
         left_alone: parameters that RLS does not train.
         table: of the weights that RLS may train; it has none yet.
         recorder: told of weights that join later.
-        scales: η of the weights.
+        settings: of the optimizer.
         defaults: options of the groups of RLS, the optimizer's own dict.
         factory: makes the auxiliary optimizer; None: there is none.
 
@@ -48,7 +48,7 @@ class Membership:
         left_alone: set[nn.Parameter],
         table: WeightTable,
         recorder: InputRecorder,
-        scales: GradientScales,
+        settings: Settings,
         defaults: Mapping[str, Any],
         factory: AuxiliaryFactory | None,
     ) -> None:
@@ -59,7 +59,7 @@ class Membership:
                 "functools.partial(torch.optim.Adam, lr=1e-3)"
             )
         self._module, self._left_alone, self._table, self._recorder = module, left_alone, table, recorder
-        self._scales, self._defaults, self._factory = scales, defaults, factory
+        self._settings, self._defaults, self._factory = settings, defaults, factory
         self.auxiliary: torch.optim.Optimizer | None = None
 
     def first_groups(self) -> list[Group]:
@@ -79,7 +79,7 @@ class Membership:
                 f"lightning_struct.functional.register_layer declares layers of other types{computed}"
             )
         for name in self._table.frozen():
-            self._group_of(self._scales.of(name), groups)  # which schedulers know when it is unfrozen
+            self._group_of(self._settings.scale_of(name), groups)  # which schedulers know when it is unfrozen
         return groups
 
     def begin(self, groups: list[Group]) -> None:
@@ -140,7 +140,7 @@ class Membership:
         if twice := [names[parameter] for parameter in parameters if parameter in known]:
             raise ValueError(f"some parameters appear in more than one parameter group: {', '.join(twice)}")
         options = {name: value for name, value in group.items() if name != "params"}
-        check_options(**{**self._defaults, **{name: options[name] for name in options.keys() & self._defaults.keys()}})
+        replace(self._settings, **{name: options[name] for name in options.keys() & self._defaults.keys()})  # checks
         wanted = set(parameters) - self._left_alone
         new = self._take_in(lambda parameter: parameter in wanted)
         own = list(dict.fromkeys(parameter for weight in new for parameter in weight.parameters))
@@ -148,7 +148,9 @@ class Membership:
         if rest:
             self._factory_for(rest)
         if own:
-            groups.append({**self._defaults, "gradient_scale": self._scales.of(new[0].name), **options, "params": own})
+            groups.append(
+                {**self._defaults, "gradient_scale": self._settings.scale_of(new[0].name), **options, "params": own}
+            )
         if own or self.auxiliary is None:
             self._give_to_auxiliary(rest, groups)
         else:
@@ -202,7 +204,7 @@ class Membership:
         """Add weights to the groups of their η, which are made where there are none."""
         known = _members(groups)
         for weight in weights:
-            group = self._group_of(self._scales.of(weight.name), groups)
+            group = self._group_of(self._settings.scale_of(weight.name), groups)
             group["params"] += [parameter for parameter in weight.parameters if parameter not in known]
             known.update(weight.parameters)
 

@@ -78,9 +78,8 @@ def _read_affine(call: LayerCall, weights: TrainedWeights, watched: None) -> Use
     total = batch_sum(inputs.to(weight.dtype))
     kept = inputs if weight.keeps_rows(inputs) else None
     bias = _bias(call.layer, weight, matrix.bias)
-    sequences = len(read) if weight.reads_sequences and read.ndim > 2 else None
-    positions = read.ndim > 2 and sequences is None
-    use = Use(total[None], (len(inputs),), sequences, bias, kept, weight.sample(inputs), positions)
+    sample, positions = weight.sample(inputs), read.ndim > 2
+    use = Use(total[None], (len(inputs),), bias=bias, inputs=kept, sample=sample, positions=positions)
     return [(weight, use)]
 
 
@@ -91,7 +90,7 @@ def _read_convolution(call: LayerCall, weights: TrainedWeights, watched: None) -
     positions = call.outputs.shape[-len(call.layer.kernel_size) :]
     total, rows = patch_sum(call.layer, call.input.to(weight.dtype), positions)
     sample = None
-    if weight.settings.limits_gain:
+    if weight.takes_samples:
         number = sample_size(rows, weight.features)
         sample = patch_sample(call.layer, call.input, positions, number).to(weight.dtype)
     bias = _bias(call.layer, weight, "bias")
@@ -104,7 +103,7 @@ def _read_recurrent(call: LayerCall, weights: TrainedWeights, watched: LevelByLe
         for kind, total, read in (("ih", rows.inputs, rows.read), ("hh", rows.states, rows.output)):
             if (weight := weights.get(f"weight_{kind}_{rows.place}")) is not None and rows.steps:
                 bias = _bias(call.layer, weight, f"bias_{kind}_{rows.place}")
-                sample = weight.sample(_rows(read, weight.features)) if weight.settings.limits_gain else None
+                sample = weight.sample(_rows(read, weight.features)) if weight.takes_samples else None
                 uses.append((weight, Use(total[None], (rows.steps,), rows.sequences, bias, sample=sample)))
     return uses
 
@@ -143,7 +142,7 @@ def _read_attention(call: LayerCall, weights: TrainedWeights, watched: RecordedC
             continue
         totals = {id(rows): batch_sum(rows.to(weight.dtype)) for rows in of_groups}
         sample = None
-        if weight.settings.limits_gain:
+        if weight.takes_samples:
             number = sample_size(min(counts), weight.features)
             samples = {id(rows): sample_rows(rows, number).to(weight.dtype) for rows in of_groups}
             sample = torch.stack([samples[id(rows)] for rows in of_groups])

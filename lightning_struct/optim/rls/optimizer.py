@@ -14,33 +14,30 @@ from lightning_struct.collective import world_size
 from lightning_struct.functional.layers.registry import excluded_modules
 from lightning_struct.optim.requirements import check_module, refuse_distributed_tensors, state_without_hooks
 from lightning_struct.optim.rls.all_weights import (
+    ROWS_OF_PROCESSES,
     check_finite,
+    check_states,
     forget_statistics,
     gain_limits,
     mark_as_stepped,
     mean_inputs,
+    reduce_statistics,
+    step_norms,
 )
-from lightning_struct.optim.rls.forms import InverseForm, InverseSettings
+from lightning_struct.optim.rls.forms import FormName, FormOfP, RowByRowP
 from lightning_struct.optim.rls.gain_limit import SINGLE
-from lightning_struct.optim.rls.gradient_scales import GradientScales
 from lightning_struct.optim.rls.groups import AuxiliaryFactory, Membership
-from lightning_struct.optim.rls.memory import check_inverses_fit, memory_in_words, summary_table
-from lightning_struct.optim.rls.norms import step_norms
 from lightning_struct.optim.rls.recorder import InputRecorder, without_autocast
 from lightning_struct.optim.rls.selection import (
     WeightTable,
-    affine_layers,
+    check_inverses_fit,
     layers_to_train,
     linear_layer,
+    memory_in_words,
     modules_beside,
+    summary_table,
 )
-from lightning_struct.optim.rls.settings import check_decay, check_options
-from lightning_struct.optim.rls.state import (
-    check_states,
-    converted,
-    reduce_statistics,
-    refuse_rows_of_processes,
-)
+from lightning_struct.optim.rls.settings import Settings, check_decay, check_positive
 from lightning_struct.optim.rls.weights import TrainedWeight
 
 _log = logging.getLogger(__name__)
@@ -77,8 +74,6 @@ class RLS(torch.optim.Optimizer):
             ``nn.ConvTranspose1d`` to ``3d``, ``nn.RNN``, ``nn.LSTM``, ``nn.GRU``, their cells, the projections of
             ``nn.MultiheadAttention``, and layers that :func:`~lightning_struct.functional.register_layer` declares to
             be like one of them.
-        lr: factor of the step, which schedulers change. With a value above 1, steps may exceed the bounds by that
-            factor.
         ratio: k > 0.
         forgetting: λ in (0, 1]. Below 1 the growth of P is bounded, see
             :class:`~lightning_struct.functional.curvature.recursive_least_squares.SquareRootInverse`.
@@ -86,29 +81,23 @@ class RLS(torch.optim.Optimizer):
             The longest matching name counts; without a match η is 1.
         momentum: α in [0, 1).
         l1: γ >= 0; each step takes about twice as long with it.
-        weight_decay: δ >= 0, decoupled: each step begins with θ ← (1 - lr·δ) θ, with lr·δ < 1.
         max_grad_norm: bound on the norm of all gradients together, including those of the auxiliary optimizer. For
             layers that RLS trains, only the step is scaled; their gradients stay as they are.
+        form: form of P. ``"full"``: d² numbers for d inputs, as in the paper; ``"low_rank"``: 2rd numbers, with r = 32;
+            ``"rank1"``: d numbers. :class:`FullP`, :class:`LowRankP` and :class:`RankOneP` also set r and the interval
+            between updates of P. None: full up to 512 inputs (and with ``forgetting`` < 1), else low-rank.
+        exclude: modules, or their full names, that ``auxiliary`` trains, with everything below them.
+        auxiliary: function that makes the optimizer of all other parameters from a list of them, such as
+            ``functools.partial(torch.optim.Adam, lr=1e-3)``.
         max_gain: c > 0. The step of each weight is scaled so that in no direction it changes the weight's outputs for
             the inputs of the batch by more than about c times the gradient in them; 2 is the limit of stability of a
             layer that steps alone. If several weights step together, their steps are then three times as long. A
             step changes each weight by at most a twentieth of its norm, except in a module that is a single layer,
             where half of c counts. See :mod:`~lightning_struct.optim.rls.gain_limit`.
             None: the paper's steps, which are not bounded and need inputs in [0, 1], or clipping.
-        interval: P is updated once in this many steps, by as much as in all of them.
-        form: form of P. ``"full"``: d² numbers for d inputs, as in the paper; ``"low_rank"``: 2rd numbers, see
-            :class:`~lightning_struct.functional.curvature.recursive_least_squares.LowRankInverse`; ``"rank1"``: d
-            numbers. None: full up to 512 inputs (and with ``forgetting`` < 1), else low-rank.
-        rank: r of the low-rank form.
-        block_size: where P has more rows than this, one for each input and each bias, the full form is block-diagonal,
-            in blocks of this size.
-        max_size: with more inputs than this, not counting biases, P has the rank-1 form.
-        sequence_layers: linear layers, or their names, that read sequences, (batch, T, inputs), and whose loss is a sum
-            over the positions: T counts as in recurrent layers, as in the paper's output layers (equations (80) to
-            (86)).
-        exclude: modules, or their full names, that ``auxiliary`` trains, with everything below them.
-        auxiliary: function that makes the optimizer of all other parameters from a list of them, such as
-            ``functools.partial(torch.optim.Adam, lr=1e-3)``.
+        weight_decay: δ >= 0, decoupled: each step begins with θ ← (1 - lr·δ) θ, with lr·δ < 1.
+        lr: factor of the step, which schedulers change. With a value above 1, steps may exceed the bounds by that
+            factor.
 
     Raises:
         ValueError: an argument is out of range or of another type; ``exclude`` or ``gradient_scale`` has a name that
@@ -135,63 +124,36 @@ class RLS(torch.optim.Optimizer):
         self,
         module: nn.Module,
         *,
-        lr: float = 1.0,
         ratio: float = 0.1,
         forgetting: float = 1.0,
         gradient_scale: float | Mapping[str, float] = 1.0,
         momentum: float = 0.0,
         l1: float = 0.0,
-        weight_decay: float = 0.0,
         max_grad_norm: float | None = None,
-        max_gain: float | None = 2.0,
-        interval: int = 1,
-        form: InverseForm | None = None,
-        rank: int = 32,
-        block_size: int | None = None,
-        max_size: int | None = None,
-        sequence_layers: Sequence[str | nn.Module] = (),
+        form: FormName | FormOfP | None = None,
         exclude: Sequence[str | nn.Module] = (),
         auxiliary: AuxiliaryFactory | None = None,
+        max_gain: float | None = 2.0,
+        weight_decay: float = 0.0,
+        lr: float = 1.0,
     ) -> None:
         check_module(module, "RLS", "whose layers it watches")
-        check_options(
-            lr=lr, ratio=ratio, forgetting=forgetting, gradient_scale=gradient_scale, momentum=momentum, l1=l1,
-            weight_decay=weight_decay, max_grad_norm=max_grad_norm, max_gain=max_gain, interval=interval, rank=rank,
-            block_size=block_size, max_size=max_size,
+        self.settings = Settings(
+            ratio=ratio, forgetting=forgetting, gradient_scale=gradient_scale, momentum=momentum, l1=l1,
+            max_grad_norm=max_grad_norm, form=form, max_gain=max_gain, weight_decay=weight_decay, lr=lr,
         )  # fmt: skip
-        check_decay(lr, weight_decay)
-        inverses = InverseSettings(form, forgetting, rank, block_size, max_size, interval, max_gain is not None)
-        self._begin(
-            module, excluded_modules(module, exclude), inverses, GradientScales(gradient_scale, module),
-            {"lr": lr, "ratio": ratio, "momentum": momentum, "l1": l1, "weight_decay": weight_decay},
-            auxiliary, sequence_layers, max_grad_norm, max_gain,
-        )  # fmt: skip
-
-    def _begin(
-        self,
-        module: nn.Module,
-        excluded: set[nn.Module],
-        inverses: InverseSettings,
-        scales: GradientScales,
-        options: Mapping[str, float],
-        auxiliary: AuxiliaryFactory | None,
-        sequence_layers: Sequence[str | nn.Module] = (),
-        max_grad_norm: float | None = None,
-        max_gain: float | None = None,
-    ) -> None:
-        """Make weights, groups and hooks; ``excluded`` has the modules below those that are excluded, too."""
+        self.settings.check_names(module)
+        excluded = excluded_modules(module, exclude)
         refuse_distributed_tensors(dict(module.named_parameters()), "P needs")
         layers = layers_to_train(module, excluded)
-        of_sequences = affine_layers(module, sequence_layers, [layer for _, layer, _ in layers], "sequence_layers")
-        table = WeightTable(layers, inverses, of_sequences)
+        table = WeightTable(layers, self.settings)
 
         self.module = module
-        self.max_grad_norm, self.max_gain = max_grad_norm, max_gain
         self._weights = table.weights
         self._recorder = InputRecorder({layer: reader for _, layer, reader in layers}, table)
-        defaults = {"gradient_scale": 1.0, **options}
+        defaults = self.settings.group_options()
         left_alone = {parameter for below in excluded for parameter in below.parameters(recurse=False)}
-        membership = Membership(module, left_alone, table, self._recorder, scales, defaults, auxiliary)
+        membership = Membership(module, left_alone, table, self._recorder, self.settings, defaults, auxiliary)
         super().__init__(membership.first_groups(), defaults)
         membership.begin(self.param_groups)
         self._membership = membership
@@ -248,14 +210,14 @@ class RLS(torch.optim.Optimizer):
             True
         """
         check_module(module, "RLS", "whose layers it watches")
-        check_options(regularization=regularization, forgetting=forgetting, gradient_scale={})
-        chosen = linear_layer(module, layer)
-        inverses, scales = InverseSettings("full", forgetting, by_rows=True), GradientScales(1 / regularization, module)
-        options = {"lr": 1.0, "ratio": 1 / regularization, "momentum": 0.0, "l1": 0.0, "weight_decay": 0.0}
-        optimizer = cls.__new__(cls)
-        optimizer._begin(module, modules_beside(module, chosen), inverses, scales, options, auxiliary)
-        refuse_rows_of_processes(optimizer._weights)
-        return optimizer
+        check_positive("regularization", regularization)
+        if world_size() > 1:
+            raise ValueError(ROWS_OF_PROCESSES)
+        beside = modules_beside(module, linear_layer(module, layer))
+        return cls(
+            module, ratio=1 / regularization, forgetting=forgetting, gradient_scale=1 / regularization,
+            form=RowByRowP(), exclude=beside, auxiliary=auxiliary, max_gain=None,
+        )  # fmt: skip
 
     def summary(self) -> str:
         """Table of the trained weights, with the form and size of P and the memory that it takes."""
@@ -302,7 +264,7 @@ class RLS(torch.optim.Optimizer):
             raise
         auxiliary = self._membership.auxiliary
         if auxiliary is not None:
-            if self.max_grad_norm is not None:
+            if self.settings.max_grad_norm is not None:
                 for parameter in _parameters(auxiliary.param_groups):
                     if parameter.grad is not None:
                         parameter.grad.mul_(clip)
@@ -323,12 +285,12 @@ class RLS(torch.optim.Optimizer):
             self._membership.check_parameters()
         norms = step_norms(_parameters(self.param_groups), means)
         check_finite(self.module, norms, means, states)
-        clip = 1.0 if self.max_grad_norm is None else min(self.max_grad_norm / (norms.total + 1e-6), 1.0)
+        clip, max_gain = norms.clip_coefficient(self.settings.max_grad_norm), self.settings.max_gain
         of_weights = {weight: self._state_of(weight) for weight in means}
         limits, together, bounded = {}, False, False
-        if self.max_gain is not None:
+        if max_gain is not None:
             together, bounded = len(means) > 1, not self._is_linear_model(means)
-            limits = gain_limits(of_weights, self.max_gain * (1.0 if bounded else SINGLE))
+            limits = gain_limits(of_weights, max_gain * (1.0 if bounded else SINGLE))
         for weight, mean in means.items():
             weight.step_(
                 of_weights[weight], mean, group_of[weight], clip=clip, limit=limits.get(weight), together=together,
@@ -356,7 +318,7 @@ class RLS(torch.optim.Optimizer):
         if weight.name not in states:
             states[weight.name] = weight.initial_state()
         elif not weight.holds(states[weight.name]):  # the module was moved or converted since
-            states[weight.name] = converted(states[weight.name], weight)
+            states[weight.name] = weight.converted(states[weight.name])
         return states[weight.name]
 
     def state_dict(self) -> dict[str, Any]:
@@ -393,7 +355,7 @@ class RLS(torch.optim.Optimizer):
         # Torch takes over what is under a string key as it is, the tensors of the caller.
         if saved:
             weights = {weight.name: weight for weight in self._weights}
-            self.state["rls"] = {name: converted(state, weights[name]) for name, state in saved.items()}  # type: ignore[index]
+            self.state["rls"] = {name: weights[name].converted(state) for name, state in saved.items()}  # type: ignore[index]
 
     def __getstate__(self) -> dict[str, Any]:
         return state_without_hooks(self)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -15,10 +16,11 @@ from lightning_struct.functional.layers.registry import (
     kind_of,
     plain_named_modules,
 )
+from lightning_struct.optim.memory import bytes_as_text, check_memory, table
 from lightning_struct.optim.requirements import LOWER_PRECISION, refuse_lazy
-from lightning_struct.optim.rls.forms import InverseSettings
+from lightning_struct.optim.rls.forms import LARGEST_FULL
 from lightning_struct.optim.rls.layers import LayerReader, layer_reader
-from lightning_struct.optim.rls.memory import check_inverses_fit
+from lightning_struct.optim.rls.settings import Settings
 from lightning_struct.optim.rls.statistics import Bias
 from lightning_struct.optim.rls.weights import TrainedWeight
 
@@ -43,8 +45,7 @@ class WeightTable:
 
     Args:
         layers: of :func:`layers_to_train`.
-        inverses: settings of their P.
-        sequence_layers: those whose positions are steps of sequences.
+        settings: of the optimizer.
 
     Attributes:
         weights: all that are trained.
@@ -52,14 +53,9 @@ class WeightTable:
         incomplete: layers with parameters that are not trained yet.
     """
 
-    def __init__(
-        self,
-        layers: list[tuple[str, nn.Module, LayerReader]],
-        inverses: InverseSettings,
-        sequence_layers: Sequence[nn.Module],
-    ) -> None:
+    def __init__(self, layers: list[tuple[str, nn.Module, LayerReader]], settings: Settings) -> None:
         self._names = {layer: name for name, layer, _ in layers}
-        self._inverses, self._sequence_layers = inverses, sequence_layers
+        self._settings = settings
         self.weights: list[TrainedWeight] = []
         self._of_parameter: dict[nn.Parameter, TrainedWeight] = {}
         self._taken: set[tuple[nn.Parameter, int | None]] = set()  # biases, by their parameters and first rows
@@ -78,17 +74,17 @@ class WeightTable:
             kind = kind_of(layer)
             assert kind is not None
             parameters = dict(layer.named_parameters(remove_duplicate=False))
-            weights, reads_sequences = self.of_layers[layer], layer in self._sequence_layers
+            weights = self.of_layers[layer]
             for matrix in kind.matrices(layer):
                 parameter = parameters.get(matrix.weight)
                 if parameter is not None and matrix.weight not in weights and is_trained(parameter):
                     weights[matrix.weight] = self._use(layer, parameter, matrix)
                     bias = parameters.get(matrix.bias or "")
                     if bias is None or not is_trained(bias) or (bias, matrix.bias_rows.start) in self._taken:
-                        weights[matrix.weight].add_layer(None, reads_sequences)
+                        weights[matrix.weight].add_layer(None)
                     else:
                         self._taken.add((bias, matrix.bias_rows.start))
-                        weights[matrix.weight].add_layer(Bias(bias, matrix.bias_rows), reads_sequences)
+                        weights[matrix.weight].add_layer(Bias(bias, matrix.bias_rows))
             if all(matrix.weight in weights for matrix in kind.matrices(layer)):
                 self.incomplete.discard(layer)
         new = list(self._of_parameter.values())[before:]
@@ -120,7 +116,13 @@ class WeightTable:
     def _use(self, layer: nn.Module, parameter: nn.Parameter, matrix: Matrix) -> TrainedWeight:
         if parameter not in self._of_parameter:
             name = self._name_of(layer, matrix)
-            self._of_parameter[parameter] = _new_weight(name, parameter, matrix, self._inverses)
+            if parameter.dtype not in (torch.float32, torch.float64):
+                raise ValueError(
+                    f"RLS needs weights in float32 or float64, but {name} is {parameter.dtype}; {LOWER_PRECISION}"
+                )
+            self._of_parameter[parameter] = TrainedWeight(
+                name, parameter, self._settings, groups=matrix.groups, transposed=matrix.transposed
+            )
         weight = self._of_parameter[parameter]
         if (weight.groups, weight.transposed) != (matrix.groups, matrix.transposed):
             raise ValueError(
@@ -134,36 +136,55 @@ class WeightTable:
         return f"{name}.{matrix.weight}" if name else matrix.weight
 
 
-def _new_weight(name: str, parameter: nn.Parameter, matrix: Matrix, inverses: InverseSettings) -> TrainedWeight:
-    if parameter.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"RLS needs weights in float32 or float64, but {name} is {parameter.dtype}; {LOWER_PRECISION}")
-    return TrainedWeight(name, parameter, inverses, groups=matrix.groups, transposed=matrix.transposed)
+def summary_table(weights: Sequence[TrainedWeight]) -> str:
+    """A line for each trained weight: its name, the form and size of P, and the memory that this takes."""
+    rows = [("weight", "form", "P", "memory")]
+    for weight in weights:
+        first, *others = weight.shape
+        size = " x ".join(str(number) for number in ([first] if first > 1 else []) + others)
+        rows.append((weight.name, weight.form_name, size, bytes_as_text(weight.memory)))
+    rows.append(("total", "", "", bytes_as_text(sum(weight.memory for weight in weights))))
+    return table(rows)
 
 
-def affine_layers(
-    module: nn.Module, layers: Sequence[str | nn.Module], trained: Container[nn.Module], argument: str
-) -> list[nn.Module]:
-    """The layers that are named or given.
+def memory_in_words(weights: Sequence[TrainedWeight]) -> str:
+    """The memory that P of these weights takes, and how many have a form that was chosen by their size."""
+    memory = bytes_as_text(sum(weight.memory for weight in weights))
+    text = f"RLS takes {memory} for P; weights that it trains: {len(weights)}"
+    chosen = [weight for weight in weights if weight.settings.form is None and weight.form_name == "low_rank"]
+    if not chosen:
+        return text
+    return (
+        f"{text}; {len(chosen)} with more than {LARGEST_FULL:,} inputs have the low-rank form (form='full' for the "
+        "exact one)"
+    )
+
+
+def check_inverses_fit(weights: Sequence[TrainedWeight]) -> None:
+    """Compare the memory that all P take with the free memory of their devices.
 
     Raises:
-        ValueError: one of them is no linear layer that RLS trains; the message calls what was given by ``argument``.
+        MemoryError: they take more; named are the largest of them and the remedies.
     """
-    given = [layers] if isinstance(layers, str | nn.Module) else layers
-    found = []
-    for item in given:
-        (layer, *below) = excluded_modules(module, [item], argument)
-        if below or layer not in trained or not is_affine(layer):
-            raise ValueError(f"{argument} has {item!r}, which is no linear layer that RLS trains")
-        found.append(layer)
-    return found
+    on_device: dict[torch.device, list[TrainedWeight]] = defaultdict(list)
+    for weight in weights:
+        on_device[weight.parameter.device].append(weight)
+    for device, there in on_device.items():
+        check_memory(
+            "The matrices P of RLS",
+            {weight.name: (weight.memory, f"{weight.features} inputs") for weight in there},
+            device,
+            "Use form='low_rank' or 'rank1', or exclude layers",
+        )
 
 
-def modules_beside(module: nn.Module, layer: nn.Module) -> set[nn.Module]:
+def modules_beside(module: nn.Module, layer: nn.Module) -> list[nn.Module]:
     """All modules of ``module`` but the layer and those that contain it."""
     by_name = dict(module.named_modules(remove_duplicate=False))
     parts_of_names = [name.split(".") for name, found in by_name.items() if found is layer]
     names = {".".join(parts[:i]) for parts in parts_of_names for i in range(len(parts) + 1)}
-    return {*by_name.values()} - {by_name[name] for name in names}
+    containing = {by_name[name] for name in names}
+    return [found for found in module.modules() if found not in containing]
 
 
 def linear_layer(module: nn.Module, layer: str | nn.Module | None) -> nn.Module:
@@ -174,7 +195,10 @@ def linear_layer(module: nn.Module, layer: str | nn.Module | None) -> nn.Module:
     """
     layers = {name: known for name, known, _ in layers_to_train(module, set())}
     if layer is not None:
-        return affine_layers(module, [layer], layers.values(), "layer")[0]
+        (chosen, *below) = excluded_modules(module, [layer], "layer")
+        if below or chosen not in layers.values() or not is_affine(chosen):
+            raise ValueError(f"layer has {layer!r}, which is no linear layer that RLS trains")
+        return chosen
     linear = [known for known in layers.values() if is_affine(known)]
     if not linear:
         raise ValueError(f"RLS.exact trains one linear layer, and {type(module).__name__} has none")

@@ -1,35 +1,97 @@
-"""Ranges of the numbers that RLS is made with."""
+"""Settings of RLS."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_struct.functional.checks import is_integer, is_real
+from lightning_struct.functional.checks import is_real
+from lightning_struct.functional.layers.registry import plain_name, plain_named_modules
+from lightning_struct.optim.rls.forms import FormName, FormOfP, form_of_p
 
-# Of an option: whether a number is in it, and its text.
-_Range: TypeAlias = tuple[Callable[[Any], bool], str]
+
+def _number(expected: str, holds: Callable[[Any], bool], *, may_be_none: bool = False) -> Any:
+    """A field that takes finite numbers for which ``holds``; ``expected`` is the range in words."""
+    return field(metadata={"expected": expected, "holds": holds, "may_be_none": may_be_none})
 
 
-def check_options(gradient_scale: object, **options: object) -> None:
-    """Raise unless the numbers that RLS is made with are numbers, and in their ranges.
+def _positive(*, may_be_none: bool = False) -> Any:
+    return _number("> 0", lambda value: value > 0, may_be_none=may_be_none)
+
+
+def _not_negative() -> Any:
+    return _number(">= 0", lambda value: value >= 0)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of :class:`~lightning_struct.optim.RLS`, which documents them.
 
     Raises:
-        ValueError: one is not; it is named.
+        ValueError: a number is out of its range or no number, there is no such form of P, or weight decay would leave
+            nothing of the weights.
     """
-    for scale in gradient_scale.values() if isinstance(gradient_scale, Mapping) else [gradient_scale]:
-        _check_range("gradient_scale", scale, _POSITIVE)
-    for name, value in options.items():
-        if value is not None or name not in _OPTIONAL:
-            _check_range(name, value, _RANGES[name])
+
+    form: FormName | FormOfP | None
+    ratio: float = _positive()
+    forgetting: float = _number("in (0, 1]", lambda value: 0 < value <= 1)
+    gradient_scale: float | Mapping[str, float] = _positive()
+    momentum: float = _number("in [0, 1)", lambda value: 0 <= value < 1)
+    l1: float = _not_negative()
+    max_grad_norm: float | None = _positive(may_be_none=True)
+    max_gain: float | None = _positive(may_be_none=True)
+    weight_decay: float = _not_negative()
+    lr: float = _not_negative()
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            by_name = option.name == "gradient_scale" and isinstance(value, Mapping)
+            for number in value.values() if by_name else [value]:
+                _check_number(option.name, number, **option.metadata)
+        form_of_p(self.form, self.forgetting, 0)
+        check_decay(self.lr, self.weight_decay)
+
+    def form_of(self, features: int) -> FormOfP:
+        """Form of the P of a weight with so many inputs, not counting biases."""
+        return form_of_p(self.form, self.forgetting, features)
+
+    def scale_of(self, weight: str) -> float:
+        """η of a weight by its name: the value of the longest name above it, or its own; without one 1."""
+        if not isinstance(self.gradient_scale, Mapping):
+            return float(self.gradient_scale)
+        by_name = {plain_name(name): float(value) for name, value in self.gradient_scale.items()}
+        parts = weight.split(".")
+        above = [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
+        return next((by_name[name] for name in above if name in by_name), 1.0)
+
+    def check_names(self, module: nn.Module) -> None:
+        """Raise unless the names of ``gradient_scale`` are modules or parameters of the module.
+
+        Raises:
+            ValueError: some are not; they are named.
+        """
+        names = map(plain_name, self.gradient_scale) if isinstance(self.gradient_scale, Mapping) else ()
+        modules = {name for name, _ in plain_named_modules(module)}
+        if unknown := {*names} - modules - {plain_name(name) for name, _ in module.named_parameters()}:
+            raise ValueError(
+                f"gradient_scale names {', '.join(map(repr, sorted(unknown)))}, which are neither modules nor "
+                "parameters"
+            )
+
+    def group_options(self) -> dict[str, Any]:
+        """Options of a group of parameters, with η = 1."""
+        names = ("lr", "ratio", "momentum", "l1", "weight_decay")
+        return {"gradient_scale": 1.0, **{name: getattr(self, name) for name in names}}
 
 
 def check_decay(lr: float, weight_decay: float) -> None:
-    """Raise where weight decay alone would change the signs of all weights, or leave none.
+    """Raise if weight decay alone would change the signs of all weights, or leave none.
 
     Raises:
         ValueError: it would.
@@ -41,41 +103,25 @@ def check_decay(lr: float, weight_decay: float) -> None:
         )
 
 
-def _check_range(name: str, value: Any, taken: _Range) -> None:
-    holds, expected = taken
-    kind, is_of_kind = ("an integer ", is_integer) if name in _INTEGERS else ("a finite number ", _is_finite)
-    right_kind = is_of_kind(value)
-    if not (right_kind and holds(value)):
-        takes = ("" if right_kind else kind) + expected + (", or None" if name in _OPTIONAL else "")
-        raise ValueError(f"{name} must be {takes}, got {value!r}")
+def check_positive(name: str, value: Any) -> None:
+    """Raise unless this is a finite number above 0.
+
+    Raises:
+        ValueError: it is not; the message has its name.
+    """
+    _check_number(name, value, **_positive().metadata)
 
 
-def _is_finite(value: Any) -> bool:
-    """Whether this is a finite number, which may be in a tensor, as torch's optimizers take a rate."""
-    if isinstance(value, Tensor):
+def _check_number(
+    name: str, value: Any, expected: str = "", holds: Callable[[Any], bool] | None = None, may_be_none: bool = False
+) -> None:
+    if holds is None or (value is None and may_be_none):
+        return
+    if isinstance(value, Tensor):  # torch's optimizers take a rate in a tensor
         is_number = value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
     else:
         is_number = is_real(value)
-    return is_number and math.isfinite(value)
-
-
-_POSITIVE: _Range = (lambda value: value > 0, "> 0")
-_NOT_NEGATIVE: _Range = (lambda value: value >= 0, ">= 0")
-_AT_LEAST_ONE: _Range = (lambda value: value >= 1, ">= 1")
-_OPTIONAL = {"max_grad_norm", "max_gain", "block_size", "max_size"}
-_INTEGERS = {"interval", "rank", "block_size", "max_size"}
-_RANGES: dict[str, _Range] = {
-    "lr": _NOT_NEGATIVE,
-    "ratio": _POSITIVE,
-    "forgetting": (lambda value: 0 < value <= 1, "in (0, 1]"),
-    "momentum": (lambda value: 0 <= value < 1, "in [0, 1)"),
-    "l1": _NOT_NEGATIVE,
-    "weight_decay": _NOT_NEGATIVE,
-    "max_grad_norm": _POSITIVE,
-    "max_gain": _POSITIVE,
-    "interval": _AT_LEAST_ONE,
-    "rank": _AT_LEAST_ONE,
-    "block_size": _POSITIVE,
-    "max_size": _NOT_NEGATIVE,
-    "regularization": _POSITIVE,
-}
+    is_finite = is_number and math.isfinite(value)
+    if not (is_finite and holds(value)):
+        takes = ("" if is_finite else "a finite number ") + expected + (", or None" if may_be_none else "")
+        raise ValueError(f"{name} must be {takes}, got {value!r}")

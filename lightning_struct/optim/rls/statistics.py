@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +16,10 @@ MOST_WAITING = 64
 
 # Rows that are kept of all uses of a weight since the last step, for the bound on the gain.
 MOST_SAMPLED = 2048
+
+# A gradient is taken for the product of the rows that were recorded if it differs from it by so many units in the last
+# place.
+ROUNDING = 32.0
 
 
 class Bias(NamedTuple):
@@ -238,3 +243,35 @@ class Statistics:
 def _is_cleared(parameter: nn.Parameter, version: int) -> bool:
     gradient = parameter.grad
     return gradient is None or (gradient._version != version and not gradient.any())
+
+
+def factored_gradient(
+    pairs: Sequence[tuple[Tensor, Tensor]], gradient: Tensor, columns: Sequence[Tensor], vector: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """X, (r, n), and c dZ, (r, outputs), with c dZᵀX the gradient; None if the rows do not make it up.
+
+    The gradient ∇ of a weight is dZᵀX, of rank r for r rows. If r is small, ∇P = dZᵀ(XP) costs less than multiplying
+    the whole gradient by P. But the gradient may have got a penalty's share since X and dZ were recorded, or been
+    scaled by clipping or accumulation. One vector z tells: if ∇z = c dZᵀ(Xz), to rounding, for one number c, then
+    ∇ = c dZᵀX (but for a set of z of measure zero), and c is the scale.
+
+    Args:
+        pairs: X and dZ in parts.
+        gradient: (outputs, n), of the weight.
+        columns: (outputs,), of each bias.
+        vector: z, (n + number of biases,).
+    """
+    inputs, cotangents = (sides[0] if len(pairs) == 1 else torch.cat(sides) for sides in zip(*pairs, strict=True))
+    features, constants = vector[: gradient.shape[1]], vector[gradient.shape[1] :]
+    found = gradient @ features
+    for column, value in zip(columns, constants, strict=True):
+        found.addcmul_(column, value)
+    rows = inputs @ features + constants.sum()
+    expected = cotangents.t() @ rows
+    squared = torch.dot(expected, expected)
+    scale = torch.dot(expected, found) / squared.clamp(min=torch.finfo(squared.dtype).tiny)
+    norm = torch.linalg.vector_norm
+    rounding = ROUNDING * torch.finfo(found.dtype).eps * scale.abs() * norm(rows) * norm(cotangents)
+    if not norm(found - scale * expected) <= rounding:
+        return None
+    return inputs, cotangents * scale

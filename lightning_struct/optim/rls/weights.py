@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -12,18 +14,12 @@ from torch import Tensor, nn
 
 from lightning_struct.collective import world_size
 from lightning_struct.functional.curvature.recursive_least_squares import (
-    BlockDiagonalInverse,
-    FullInverse,
     InverseAutocorrelation,
-    LowRankInverse,
-    RankOneInverse,
     SquareRootInverse,
     gain,
 )
 from lightning_struct.functional.randomness import normal_numbers
 from lightning_struct.functional.torch_tools import current_backward
-from lightning_struct.optim.rls.factored_gradient import factored_gradient
-from lightning_struct.optim.rls.forms import InverseSettings
 from lightning_struct.optim.rls.gain_limit import (
     LARGEST_CHANGE,
     TOGETHER,
@@ -33,7 +29,8 @@ from lightning_struct.optim.rls.gain_limit import (
     joined_samples,
     sample_rows,
 )
-from lightning_struct.optim.rls.statistics import MOST_SAMPLED, Arrival, Bias, Statistics
+from lightning_struct.optim.rls.settings import Settings
+from lightning_struct.optim.rls.statistics import MOST_SAMPLED, Arrival, Bias, Statistics, factored_gradient
 
 
 class WeightNorms(NamedTuple):
@@ -54,7 +51,7 @@ class TrainedWeight:
     Args:
         name: of the parameter below the module.
         parameter: of shape (groups·outputs, *features), each group reading inputs of its own.
-        settings: of P.
+        settings: of the optimizer.
         groups: see ``parameter``.
         transposed: the shape of ``parameter`` is (groups·inputs, outputs, *kernel), and n is inputs times kernel.
 
@@ -62,36 +59,29 @@ class TrainedWeight:
         form: of P.
         parameters: the weight and the biases, each once.
         users: how many layers use the weight.
-        reads_sequences: the positions of a linear layer's inputs are steps of sequences.
     """
 
     def __init__(
-        self,
-        name: str,
-        parameter: nn.Parameter,
-        settings: InverseSettings,
-        *,
-        groups: int = 1,
-        transposed: bool = False,
+        self, name: str, parameter: nn.Parameter, settings: Settings, *, groups: int = 1, transposed: bool = False
     ) -> None:
         self.name, self.parameter, self.groups, self.transposed = name, parameter, groups, transposed
         self.biases: list[Bias] = []
         self.parameters = [parameter]
-        self.users, self.reads_sequences = 0, False
+        self.users = 0
         self.outputs = parameter.shape[1] if transposed else parameter.shape[0] // groups
         self.features = parameter.numel() // (groups * self.outputs)
         self.settings, self.form = settings, settings.form_of(self.features)
         self.statistics = Statistics(groups, 0)
         self._test_vector: Tensor | None = None
 
-    def add_layer(self, bias: Bias | None, reads_sequences: bool = False) -> None:
-        """A layer that uses the weight, with this bias; one that reads sequences is enough for the weight to do so."""
+    def add_layer(self, bias: Bias | None) -> None:
+        """Take in a layer that uses the weight, with this bias."""
         self.users += 1
-        self.reads_sequences = self.reads_sequences or reads_sequences
         if bias is not None:
             self.biases.append(bias)
             self.parameters = list(dict.fromkeys([self.parameter, *(bias.parameter for bias in self.biases)]))
             self.statistics = Statistics(self.groups, len(self.biases))
+            self.__dict__.pop("_blank", None)  # which had one input less
 
     @property
     def size(self) -> int:
@@ -99,17 +89,19 @@ class TrainedWeight:
         return self.features + len(self.biases)
 
     @property
-    def blocks(self) -> int:
-        """Diagonal blocks of P in each group."""
-        if self.form != "full" or self.settings.block_size is None:
-            return 1
-        return -(-self.size // self.settings.block_size)
+    def memory(self) -> int:
+        """Bytes of P, or of the numbers that stand for it."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def memory(self) -> int:
-        """Bytes of P."""
-        rows = {"full": self.size / self.blocks, "low_rank": 2 * self.settings.rank, "rank1": 1}[self.form]
-        return round(self.groups * self.size * rows) * self.dtype.itemsize
+    def form_name(self) -> str:
+        """``"full"``, ``"low_rank"`` or ``"rank1"``."""
+        return self._blank.form
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of P, of its root or factors, or of the mean of its inputs."""
+        return tuple(self._blank.main[1].shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,7 +121,7 @@ class TrainedWeight:
         """
         ends_pass = parameter is self.parameter or not self.parameter.requires_grad
         if ends_pass:
-            most_sampled = math.inf if self.settings.by_rows else MOST_SAMPLED
+            most_sampled = math.inf if self.form.by_rows else MOST_SAMPLED
             self.statistics.count_arrived(current_backward(), self.most_rows, most_sampled)
         self.statistics.note_gradient(parameter, ends_pass)
 
@@ -149,7 +141,7 @@ class TrainedWeight:
         the device, and the gradients of DDP are those of all processes.
         """
         return (
-            self.form == "full"
+            self._blank.is_dense
             and self.users == self.groups == 1
             and len(inputs) < self.most_rows
             and inputs.dtype == self.parameter.dtype == self.dtype
@@ -157,65 +149,69 @@ class TrainedWeight:
             and world_size() == 1
         )
 
+    @property
+    def takes_samples(self) -> bool:
+        """Whether the gain of its steps is bounded, which needs samples of the rows."""
+        return self.settings.max_gain is not None
+
     def sample(self, rows: Tensor) -> Tensor | None:
-        """(1, s, n) of the rows (r, n): all of them, or enough for the bound on the gain; None where there is none."""
-        if self.settings.by_rows:
+        """(1, s, n) of the rows (r, n): all of them, or enough for the bound on the gain; None if nobody needs them."""
+        if self.form.by_rows:
             return rows.to(self.dtype)[None]
-        return sample_rows(rows.to(self.dtype))[None] if self.settings.limits_gain else None
+        return sample_rows(rows.to(self.dtype))[None] if self.takes_samples else None
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _blank(self) -> InverseAutocorrelation:
+        """P on the device "meta": shapes without numbers."""
+        like = torch.empty((), device="meta")
+        return self.form.identity(self.groups, self.size, like, self.settings.forgetting)
 
     def initial_state(self) -> dict[str, Any]:
         """P₀ = I, as tensors by name, and the number of steps."""
         like = torch.empty((), dtype=self.dtype, device=self.parameter.device)
-        if self.form == "rank1":
-            rank1 = RankOneInverse.identity(self.groups, self.size, like)
-            return {"steps": 0, "mean": rank1.mean, "mass": rank1.mass}
-        if self.form == "low_rank":
-            low_rank = LowRankInverse.identity(self.groups, self.size, like, self.settings.rank)
-            return {"steps": 0, "factors": low_rank.factors, "count": low_rank.count}
-        groups, _, size = self.shape
-        if self.settings.forgetting < 1:
-            return {"steps": 0, "root": SquareRootInverse.identity(groups, size, like, self.settings.forgetting).root}
-        return {"steps": 0, "P": FullInverse.identity(groups, size, like).matrix}
-
-    @property
-    def main_tensor(self) -> str:
-        """Name in a state of P, its root, its factors or the mean of its inputs."""
-        return {"rank1": "mean", "low_rank": "factors", "full": "root" if self.settings.forgetting < 1 else "P"}[
-            self.form
-        ]
-
-    def holds(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state is where the weight is, and in the precision of its step."""
-        tensor = state[self.main_tensor]
-        return tensor.dtype == self.dtype and tensor.device == self.parameter.device
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the :attr:`main_tensor` of a state."""
-        if self.form == "rank1":
-            return self.groups, self.size
-        if self.form == "low_rank":
-            return self.groups, 2 * self.settings.rank, self.size
-        if self.blocks == 1:
-            return self.groups, self.size, self.size
-        assert self.settings.block_size is not None
-        return self.groups * self.blocks, self.settings.block_size, self.settings.block_size
+        return {"steps": 0, **self.form.identity(self.groups, self.size, like, self.settings.forgetting).state()}
 
     def inverse(self, state: Mapping[str, Any]) -> InverseAutocorrelation:
         """P of a state as :meth:`initial_state` made it."""
-        if self.form == "rank1":
-            return RankOneInverse(state["mean"], state["mass"], self.settings.forgetting)
-        if self.form == "low_rank":
-            return LowRankInverse(state["factors"], state["count"])
-        full = (
-            SquareRootInverse(state["root"], self.settings.forgetting)
-            if self.settings.forgetting < 1
-            else FullInverse(state["P"])
-        )
-        if self.blocks == 1:
-            return full
-        assert self.settings.block_size is not None
-        return BlockDiagonalInverse(full, self.groups, self.settings.block_size)
+        return self._blank.with_state(state)
+
+    def holds(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state is on the device of the weight and in the precision of its step."""
+        tensor = state[self._blank.main[0]]
+        return tensor.dtype == self.dtype and tensor.device == self.parameter.device
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise unless a state is of a P of this form and shape.
+
+        Raises:
+            ValueError: it is not.
+        """
+        name, _ = self._blank.main
+        if name not in state:
+            raise ValueError(
+                f"the state of {self.name} is of another form of P than {self._blank.form!r} with "
+                f"forgetting={self.settings.forgetting}"
+            )
+        if tuple(state[name].shape) != self.shape:
+            raise ValueError(
+                f"the state of {self.name} has P of shape {tuple(state[name].shape)}, expected {self.shape}"
+            )
+
+    def converted(self, value: Any) -> Any:
+        """A copy of a state, with its tensors on the device of the weight, in the dtype of its step."""
+        if isinstance(value, Tensor):
+            if not value.is_floating_point():  # the count of the low-rank form was a tensor at first
+                return int(value)
+            return value.to(self.parameter.device, self.dtype, copy=True)
+        if isinstance(value, Mapping):
+            return {name: self.converted(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [self.converted(item) for item in value]
+        return copy.copy(value)
+
+    # --- step --------------------------------------------------------------------------------------------------------
 
     def gain(self, state: dict[str, Any]) -> Gain:
         """The gain of the coming step; its direction is kept in the state."""
@@ -223,18 +219,17 @@ class TrainedWeight:
         if first:
             state["direction"] = self._random(self.groups, self.size)
         statistics, direction = self.statistics, state["direction"]
-        # Of what other processes alone have read there are no rows here.
+        # A process has no rows of what other processes alone have read.
         sample = joined_samples(statistics.samples) if statistics.samples else Sample(direction[:, None][:, :0], 1.0)
         represented = sum(sample.share * sample.rows.shape[1] for sample in statistics.samples)
-        steps = statistics.steps if self.reads_sequences else statistics.uses
-        scale = steps / statistics.counts[0] * (1 + statistics.unsampled / max(represented, 1.0))
+        scale = statistics.uses / statistics.counts[0] * (1 + statistics.unsampled / max(represented, 1.0))
         return Gain(self.inverse(state), sample.rows, sample.share * scale, direction, first)
 
     def step_(
         self,
         state: dict[str, Any],
         mean: Tensor,
-        group: Mapping[str, float],
+        group: Mapping[str, Any],
         *,
         clip: float,
         limit: GainLimit | None = None,
@@ -249,132 +244,76 @@ class TrainedWeight:
             group: that of the weight, with the options ``ratio`` k, ``gradient_scale`` η, ``lr``, by which the step is
                 multiplied, bounded or not, ``momentum`` α, ``l1`` γ and ``weight_decay`` δ.
             clip: the coefficient of clipping.
-            limit: of the gain; None where it is small for sure.
+            limit: of the gain; None if it is small for sure.
             together: other weights step, too.
-            norms: where the change is bounded, see :mod:`.gain_limit`.
+            norms: of the weight, if its change is bounded, see :mod:`.gain_limit`.
         """
-        inverse, weight = self.inverse(state), group["ratio"] * self.statistics.steps
-        lr = float(group["lr"])  # which may be a tensor
-        if self.settings.by_rows:
-            inverse = self._update_by_rows_(inverse, group["ratio"])
-            applied, h = mean, torch.ones_like(mean[:, 0])
+        P, kT = self.inverse(state), group["ratio"] * self.statistics.steps
+        scale, lr, momentum = group["gradient_scale"], float(group["lr"]), group["momentum"]  # lr may be a tensor
+        if self.form.by_rows:
+            P = self.update_by_rows_(P, group["ratio"])
+            u, h = mean, torch.ones_like(mean[:, 0])
+            scale = scale * self.statistics.samples_seen  # the loss is averaged over them
         else:
-            applied = inverse.apply(mean)
-            h = gain(mean, applied, weight, self.settings.forgetting)
-        rate = self._rate(h, group["gradient_scale"], lr * clip * (TOGETHER if together else 1.0), limit)
+            u = P.apply(mean)  # u = P x̄: (54)
+            h = gain(mean, u, kT, P.forgetting)  # h = λ + kT x̄ᵀu: (55)
+        rate = h.reciprocal().mul_(scale * (lr * clip * (TOGETHER if together else 1.0)))  # η/h
+        if limit is not None:
+            rate.mul_(limit.coefficient(h, scale))
+
         theta = self._theta()
         kept = 1 - lr * group["weight_decay"]
         if kept != 1:
             for part in theta:
                 part.mul_(kept)
-        momentum, most = group["momentum"], None
+        most = None
         if norms is not None:
-            most = (1 - momentum) * lr * LARGEST_CHANGE * max(kept * norms.theta, self.first_norm)
-            if self._is_small_for_sure(inverse, rate, norms.gradient, most):
+            first_norm = math.sqrt(self.groups * self.outputs / 3)  # of a weight of this shape as nn.Linear draws it
+            most = (1 - momentum) * lr * LARGEST_CHANGE * max(kept * norms.theta, first_norm)
+            # Unless it forgets, P <= I. Looking at the rate waits for devices other than a CPU.
+            if rate.device.type == "cpu" and P.forgetting == 1 and max(rate.tolist()) * norms.gradient <= most:
                 most = None
-        self._move_(theta, state, momentum, inverse, rate.neg_(), most)
-        if not self.settings.by_rows and state["steps"] % self.settings.interval == 0:
-            self._update_inverse_(state, inverse, mean, applied, h, weight)
-        # The paper's equations (98) and (100) take the signs before the step and the new P; taken here are those after
-        # it.
+        if momentum:
+            if "velocity" not in state:
+                state["velocity"] = [torch.zeros_like(part) for part in theta]
+            self._add_step_(state["velocity"], momentum, P, rate.neg_(), most)  # Ω ← αΩ - (η/h) ∇ P: (99)
+            for part, velocity in zip(theta, state["velocity"], strict=True):
+                part.add_(velocity)  # Θ ← Θ + Ω: (100)
+        else:
+            self._add_step_(theta, 1.0, P, rate.neg_(), most)  # Θ ← Θ - (η/h) ∇ P: (62), (63) and (97)
+
+        interval = self.form.interval
+        if not self.form.by_rows and state["steps"] % interval == 0:
+            if interval > 1:  # for all its steps at once
+                kT = kT * interval
+                h = gain(mean, u, kT, P.forgetting)
+            P.update_(mean, u, h, kT)  # P ← P/λ - kT/(λh) u uᵀ: (53), (84) and (94)
+            state.update(P.state())
         if l1 := group["l1"]:
-            self._shrink_(theta, inverse, l1)
+            # Θ ← Θ - γ sgn(Θ) P: (98) and (100), which take the signs before the step; taken here are those after it.
+            features, constants = (part.sign() for part in theta)
+            P.subtract_product_(theta, features, constants, l1)
         state["steps"] += 1
         self._write(*theta)
 
-    def _rate(self, h: Tensor, scale: float, factor: float, limit: GainLimit | None) -> Tensor:
-        """The factor of ∇ P, (groups,): η/h within the limit of the gain, times ``factor``."""
-        if self.settings.by_rows:
-            scale = scale * self.statistics.samples_seen  # the loss is averaged over them
-        rate = h.reciprocal().mul_(scale * factor)
-        return rate if limit is None else rate.mul_(limit.coefficient(h, scale))
+    def update_by_rows_(self, P: InverseAutocorrelation, k: float) -> InverseAutocorrelation:
+        """P⁻¹ ← λ P⁻¹ + k XᵀX, one row after the other: equations (20) and (24). Only the first row forgets.
 
-    def theta_parts(self) -> list[Tensor]:
-        """What θ consists of: the weight, and of parameters of biases the parts that are added to its products."""
-        return [self.parameter, *(bias.of(bias.parameter) for bias in self.biases)]
-
-    def _theta(self) -> list[Tensor]:
-        """θ: (groups, outputs, n) and (groups, outputs, m), the parameters themselves where :meth:`_write` finds it.
-
-        That is where dtype and strides allow it, of the biases where there is one. What is frozen is copied.
+        Returns:
+            P with λ = 1.
         """
-        features = self._features(self.parameter).to(self.dtype)
-        constants = self._constants([bias.parameter for bias in self.biases])
-        if self.parameter.grad is None:
-            features = features.clone()
-        if any(bias.parameter.grad is None for bias in self.biases):
-            constants = constants.clone()
-        return [features, constants]
-
-    def _is_small_for_sure(self, inverse: InverseAutocorrelation, rate: Tensor, gradient: float, most: float) -> bool:
-        """Whether the norm of ∇ alone says so: P <= I where it does not forget. A look waits for other devices."""
-        return rate.device.type == "cpu" and inverse.forgetting == 1 and max(rate.tolist()) * gradient <= most
-
-    def _move_(
-        self,
-        theta: Sequence[Tensor],
-        state: dict[str, Any],
-        momentum: float,
-        inverse: InverseAutocorrelation,
-        factor: Tensor,
-        most: float | None,
-    ) -> None:
-        """Θ ← Θ + Ω with Ω ← αΩ + ``factor`` ∇ P, of which the second part has the norm ``most`` at most."""
-        if not momentum:  # equations (62), (63) and (97)
-            self._add_step_(theta, 1.0, inverse, factor, most)
-            return
-        if "velocity" not in state:
-            state["velocity"] = [torch.zeros_like(part) for part in theta]
-        self._add_step_(state["velocity"], momentum, inverse, factor, most)  # equation (99)
-        for part, velocity in zip(theta, state["velocity"], strict=True):
-            part.add_(velocity)  # equation (100)
-
-    def _update_inverse_(
-        self,
-        state: dict[str, Any],
-        inverse: InverseAutocorrelation,
-        mean: Tensor,
-        applied: Tensor,
-        h: Tensor,
-        weight: float,
-    ) -> None:
-        """P ← P/λ - w/(λh) u uᵀ, equations (53), (84) and (94), for all steps of an interval at once."""
-        if self.settings.interval > 1:
-            weight = weight * self.settings.interval
-            h = gain(mean, applied, weight, self.settings.forgetting)
-        inverse.update_(mean, applied, h, weight)
-        if isinstance(inverse, LowRankInverse):
-            state["count"] = inverse.count
-
-    def _shrink_(self, theta: Sequence[Tensor], inverse: InverseAutocorrelation, l1: float) -> None:
-        """θ ← θ - γ sgn(θ) P."""
-        features, constants = (part.sign() for part in theta)
-        if isinstance(inverse, LowRankInverse):
-            inverse.add_product_(theta, features, constants, features.new_full((self.groups,), -l1))
-            return
-        for part, product in zip(theta, inverse.multiply(features, constants), strict=True):
-            part.sub_(product, alpha=l1)
-
-    def _update_by_rows_(self, inverse: InverseAutocorrelation, ratio: float) -> FullInverse | SquareRootInverse:
-        """P⁻¹ ← λ P⁻¹ + k XᵀX, one row after the other; returned is the P that forgets no more."""
-        assert isinstance(inverse, FullInverse | SquareRootInverse)
-        for row in torch.cat([sample.rows for sample in self.statistics.samples], 1).unbind(1):
-            applied = inverse.apply(row)
-            inverse.update_(row, applied, gain(row, applied, ratio, inverse.forgetting), ratio)
-            if isinstance(inverse, SquareRootInverse):
-                inverse = replace(inverse, forgetting=1.0)
-        return inverse
-
-    @property
-    def first_norm(self) -> float:
-        """The norm that a weight of this shape has where ``nn.Linear`` draws it."""
-        return math.sqrt(self.groups * self.outputs / 3)
+        for x in torch.cat([sample.rows for sample in self.statistics.samples], 1).unbind(1):
+            u = P.apply(x)
+            P.update_(x, u, gain(x, u, k, P.forgetting), k)
+            if isinstance(P, SquareRootInverse):
+                P = replace(P, forgetting=1.0)
+        return P
 
     def _add_step_(
         self,
         targets: Sequence[Tensor],
         beta: float,
-        inverse: InverseAutocorrelation,
+        P: InverseAutocorrelation,
         factor: Tensor,
         most: float | None,
     ) -> None:
@@ -383,35 +322,53 @@ class TrainedWeight:
         Args:
             targets: changed in place.
             beta: see above.
-            inverse: P.
+            P: see above.
             factor: (groups,).
-            most: bound on the norm of factor ∇ P, which is scaled to it where it is larger.
+            most: bound on the norm of factor ∇ P, which is scaled to it if it is larger.
         """
         for target in targets if beta != 1 else ():
             target.mul_(beta)
         few = self._few_rows()
+        if few is None and most is None:
+            P.add_product_(targets, *self._gradient(), factor)
+            return
         if few is None:
-            gradient = self._gradient()
-            if most is None and isinstance(inverse, LowRankInverse):
-                inverse.add_product_(targets, *gradient, factor)
-                return
-            products = inverse.multiply(*gradient)
+            products = P.multiply(*self._gradient())
         else:
             inputs, cotangents = few
-            products = inverse.multiply(inputs, inputs.new_ones(1, inputs.shape[1], len(self.biases)))
+            products = P.multiply(inputs, inputs.new_ones(1, inputs.shape[1], len(self.biases)))
             if most is None:
                 left = (cotangents * factor.view(-1, 1, 1)).mT
                 for target, product in zip(targets, products, strict=True):
                     target.baddbmm_(left, product)
                 return
             products = torch.bmm(cotangents.mT, products[0]), torch.bmm(cotangents.mT, products[1])
-        if most is not None:
-            norms = torch.cat([torch.linalg.vector_norm(product, dim=2) for product in products], 1)
-            norm = torch.linalg.vector_norm(norms * factor.unsqueeze(1))
-            factor = factor * (most / norm.clamp_(min=max(most, torch.finfo(norm.dtype).tiny)))
-        factor = factor.view(-1, 1, 1)
+        norms = torch.cat([torch.linalg.vector_norm(product, dim=2) for product in products], 1)
+        norm = torch.linalg.vector_norm(norms * factor.unsqueeze(1))
+        assert most is not None
+        factor = factor * (most / norm.clamp_(min=max(most, torch.finfo(norm.dtype).tiny)))
         for target, product in zip(targets, products, strict=True):
-            target.addcmul_(product, factor)
+            target.addcmul_(product, factor.view(-1, 1, 1))
+
+    # --- θ and its gradient ------------------------------------------------------------------------------------------
+
+    def theta_parts(self) -> list[Tensor]:
+        """The parts of θ: the weight, and of parameters of biases the parts that are added to its products."""
+        return [self.parameter, *(bias.of(bias.parameter) for bias in self.biases)]
+
+    def _theta(self) -> list[Tensor]:
+        """θ: (groups, outputs, n) and (groups, outputs, m).
+
+        These are views of the parameters if dtype and strides allow it; :meth:`_write` copies them otherwise, and
+        leaves frozen parameters alone.
+        """
+        features = self._features(self.parameter).to(self.dtype)
+        constants = self._constants([bias.parameter for bias in self.biases])
+        if self.parameter.grad is None:
+            features = features.clone()
+        if any(bias.parameter.grad is None for bias in self.biases):
+            constants = constants.clone()
+        return [features, constants]
 
     def _gradient(self) -> tuple[Tensor, Tensor]:
         """∇: (groups, outputs, n) and (groups, outputs, m), zero where there is none."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_struct.optim import RLS
+from lightning_struct.optim import RLS, LowRankP
 from lightning_struct.optim.rls.gain_limit import Sample, joined_samples
 from lightning_struct.optim.rls.patches import patch_sample
 from tests.optim.rls.reference import Rows, convolution_rows, recorded_rows
@@ -385,9 +385,7 @@ def joined(layer: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in layer.parameters()])
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"block_size": 3}, {"form": "low_rank", "rank": 2}, {"form": "rank1"}, {"forgetting": 0.9}]
-)
+@pytest.mark.parametrize("options", [{}, {"form": LowRankP(rank=2)}, {"form": "rank1"}, {"forgetting": 0.9}])
 def test_weights_that_step_together_change_by_a_twentieth_of_their_norm_at_most(options: dict[str, Any]) -> None:
     assert large_steps(two_layers(), **options) == pytest.approx([0.05, 0.05])
 

@@ -394,42 +394,25 @@ def test_channels_last_images_are_read_as_others(rows: int) -> None:
     assert largest_difference(lambda: nn.Conv2d(3, 4, 3, padding=1), batches) <= 1e-12
 
 
-class Tagger(nn.Module):
-    """An output at every step."""
+@pytest.mark.parametrize("max_gain", [None, 2.0])
+def test_positions_are_samples_if_the_loss_or_the_scale_is_divided_by_their_number(max_gain: float | None) -> None:
+    """In place of T_L, equations (80) to (86), for a loss that is summed over 5 positions."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+    def trained(divisor: float, scale: float, flat: bool = False) -> Tensor:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        optimizer = RLS(module, gradient_scale=scale, max_gain=max_gain)
+        for step in range(4):
+            optimizer.zero_grad()
+            batch = inputs(4, 5, 3)(step)
+            outputs = module(batch.flatten(0, 1) if flat else batch)
+            (0.5 * (outputs - 1).square().sum() / (4 * divisor)).backward()
+            optimizer.step()
+        return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0])
-
-
-def test_positions_of_a_sequence_output_layer_count_as_steps() -> None:
-    """Equations (80) to (86): T_L positions."""
-    torch.manual_seed(0)
-    module = Tagger().double()
-    plain = copy.deepcopy(module)
-    optimizer, reference = RLS(module, max_gain=None, sequence_layers=["head"]), Reference()
-    for step in range(3):
-        batch = inputs(4, 5, 3)(step)
-        module.zero_grad()
-        plain.zero_grad()
-        with recorded_rows(plain) as rows:
-            loss(plain, batch).backward()
-        for use in rows:
-            use.sequences = 4
-        reference.step(rows)
-        loss(module, batch).backward()
-        optimizer.step()
-    for parameter, expected in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(parameter, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("layer", ["lstm", "", "tail"])
-def test_sequence_layers_are_linear_layers(layer: str) -> None:
-    with pytest.raises(ValueError, match="sequence_layers has"):
-        RLS(Tagger(), sequence_layers=[layer])
+    flat = trained(5, 1.0, flat=True)
+    torch.testing.assert_close(trained(5, 1.0), flat, rtol=0, atol=1e-12)
+    torch.testing.assert_close(trained(1, 0.2), flat, rtol=0, atol=1e-12)
 
 
 def test_input_and_recurrent_weights_can_have_scales_of_their_own() -> None:

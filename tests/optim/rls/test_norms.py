@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_struct.optim import RLS
-from lightning_struct.optim.rls.norms import step_norms
+from lightning_struct.optim.rls.all_weights import step_norms
 
 
 def test_norms_are_those_of_each_tensor_whatever_its_precision() -> None:

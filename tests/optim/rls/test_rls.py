@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_struct.optim import RLS, memory
+from lightning_struct.optim import RLS, FullP, LowRankP, RankOneP, memory
 from tests.optim.helpers import gaussian
 
 ADAM = partial(torch.optim.Adam, lr=1e-2)
@@ -120,13 +120,15 @@ def test_rank_one_form_trains_by_the_mean_of_all_mean_inputs() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"l1": 1e-2}, {"momentum": 0.5}, {"weight_decay": 0.1}, {"interval": 3}], ids=str
+    ("interval", "options"),
+    [(1, {}), (1, {"l1": 1e-2}), (1, {"momentum": 0.5}), (1, {"weight_decay": 0.1}), (3, {})],
+    ids=str,
 )
-def test_low_rank_form_is_the_full_one_while_all_mean_inputs_have_room(options: dict[str, Any]) -> None:
+def test_low_rank_form_is_the_full_one_while_all_mean_inputs_have_room(interval: int, options: dict[str, Any]) -> None:
     module = network()
     same = copy.deepcopy(module)
-    train(module, RLS(module, form="low_rank", rank=8, **options), range(8))
-    train(same, RLS(same, form="full", **options), range(8))
+    train(module, RLS(module, form=LowRankP(rank=8, interval=interval), **options), range(8))
+    train(same, RLS(same, form=FullP(interval=interval), **options), range(8))
     torch.testing.assert_close(weights(module), weights(same), rtol=0, atol=1e-12)
 
 
@@ -289,14 +291,12 @@ def test_a_scheduler_of_the_momentum_acts_on_it() -> None:
         ({"l1": math.nan}, "l1 must be a finite number >= 0, got nan"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be > 0, or None, got 0.0"),
         ({"max_gain": 0.0}, "max_gain must be > 0, or None, got 0.0"),
-        ({"form": "half"}, "form must be 'full', 'low_rank', 'rank1' or None, got 'half'"),
-        ({"form": "low_rank", "forgetting": 0.9}, "form='low_rank' does not forget"),
+        ({"form": "half"}, r"form must be 'full', .*, RankOneP\(...\) or None, got 'half'"),
+        ({"form": LowRankP}, "form must be .* got <class"),
+        ({"form": "low_rank", "forgetting": 0.9}, "a P of low rank does not forget"),
+        ({"form": LowRankP(rank=2), "forgetting": 0.9}, "a P of low rank does not forget"),
         ({"lr": -1.0}, "lr must be >= 0, got -1.0"),
         ({"weight_decay": -1.0}, "weight_decay must be >= 0, got -1.0"),
-        ({"interval": 0}, "interval must be >= 1, got 0"),
-        ({"rank": 0}, "rank must be >= 1, got 0"),
-        ({"block_size": 0}, "block_size must be > 0, or None, got 0"),
-        ({"max_size": -1}, "max_size must be >= 0, or None, got -1"),
         ({"lr": math.inf}, "lr must be a finite number >= 0, got inf"),
         ({"exclude": ["head"]}, "exclude has 'head', which is no module of Sequential"),
         ({"exclude": [nn.Tanh()]}, "exclude has this Tanh, which is no module of Sequential"),
@@ -321,9 +321,7 @@ def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> Non
         ({"max_gain": "x"}, "max_gain must be a finite number > 0, or None, got 'x'"),
         ({"gradient_scale": None}, "gradient_scale must be a finite number > 0, got None"),
         ({"gradient_scale": {"0": "a"}}, "gradient_scale must be a finite number > 0, got 'a'"),
-        ({"interval": 1.5}, "interval must be an integer >= 1, got 1.5"),
-        ({"rank": 2.5, "form": "low_rank"}, "rank must be an integer >= 1, got 2.5"),
-        ({"block_size": True}, "block_size must be an integer > 0, or None, got True"),
+        ({"ratio": {"0": 0.1}}, "ratio must be a finite number > 0, got {'0': 0.1}"),
     ],
 )
 def test_arguments_of_another_type_are_named(options: dict[str, Any], message: str) -> None:
@@ -332,12 +330,17 @@ def test_arguments_of_another_type_are_named(options: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize(
-    ("form", "name"),
-    [("full", "rank"), ("low_rank", "block_size"), ("rank1", "rank"), ("rank1", "block_size")],
+    ("make", "message"),
+    [
+        (lambda: FullP(interval=0), "interval must be >= 1, got 0"),
+        (lambda: RankOneP(interval=True), "interval must be an integer >= 1, got True"),
+        (lambda: LowRankP(interval=1.5), "interval must be an integer >= 1, got 1.5"),  # type: ignore[arg-type]
+        (lambda: LowRankP(rank=0), "rank must be >= 1, got 0"),
+    ],
 )
-def test_what_has_no_meaning_beside_a_form_is_refused(form: Any, name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}=4 has no meaning beside form='{form}'; leave it out"):
-        RLS(network(), form=form, **{name: 4})  # type: ignore[arg-type]
+def test_forms_of_p_check_their_fields(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 @pytest.mark.parametrize(("lr", "weight_decay"), [(1.0, 5.0), (10.0, 0.1)])
@@ -359,7 +362,7 @@ def test_a_rate_that_weight_decay_does_not_allow_is_refused_when_a_scheduler_com
 
 
 def test_numbers_may_be_of_numpy_or_in_a_tensor() -> None:
-    optimizer = RLS(network(), lr=torch.tensor(0.5), l1=np.float32(0.0), interval=np.int64(2))  # type: ignore[arg-type]
+    optimizer = RLS(network(), lr=torch.tensor(0.5), l1=np.float32(0.0), form=LowRankP(rank=np.int64(2)))  # type: ignore[arg-type]
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
@@ -458,30 +461,23 @@ def test_parameters_in_place_of_the_module_are_an_error_that_says_what_to_give(g
 
 def test_summary_tells_form_size_and_memory_of_each_weight() -> None:
     module = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Flatten(), nn.Linear(1023, 2))
-    lines = [line.split() for line in RLS(module, max_size=1022).summary().splitlines()]
+    lines = [line.split() for line in RLS(module).summary().splitlines()]
     assert lines[1] == ["0.weight", "full", "2", "x", "19", "x", "19", "2.8", "KiB"]
-    assert lines[2] == ["2.weight", "rank1", "1024", "4.0", "KiB"]
-    assert lines[3] == ["total", "6.8", "KiB"]
+    assert lines[2] == ["2.weight", "low_rank", "64", "x", "1024", "256.0", "KiB"]
+    assert lines[3] == ["total", "258.8", "KiB"]
+    assert RLS(module, form="rank1").summary().splitlines()[2].split() == ["2.weight", "rank1", "1024", "4.0", "KiB"]
 
 
 def test_too_little_memory_is_an_error_that_names_layers_and_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda device: 5000)
-    with pytest.raises(MemoryError, match=r"take 5.4 KiB, but 4.9 KiB are free on cpu.*0.weight 3.4 KiB.*max_size=14"):
+    with pytest.raises(MemoryError, match=r"take 5.4 KiB, but 4.9 KiB are free on cpu.*0.weight 3.4 KiB.*'rank1'"):
         RLS(network())
-    RLS(network(), max_size=14)
-
-
-def test_max_size_counts_inputs_and_block_size_the_rows_of_p() -> None:
-    module = nn.Sequential(nn.Linear(20, 3), nn.Linear(3, 2, bias=False))
-    for max_size, form in ((19, "rank1"), (20, "full")):
-        assert RLS(module, max_size=max_size).summary().splitlines()[1].split()[1] == form
-    rows = [RLS(module, block_size=size).summary().splitlines()[1].split()[2:-2] for size in (20, 21)]
-    assert rows == [["2", "x", "20", "x", "20"], ["21", "x", "21"]]  # the blocks are of rows of P, with the bias
+    RLS(network(), form="rank1")
 
 
 # --- state -----------------------------------------------------------------------------------------------------------
 
-FORMS: list[dict[str, Any]] = [{}, {"form": "rank1"}, {"forgetting": 0.99}, {"max_size": 16}]
+FORMS: list[dict[str, Any]] = [{}, {"form": "rank1"}, {"forgetting": 0.99}, {"form": "low_rank"}]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -835,9 +831,7 @@ class Everything(nn.Module):
         return self.head(self.recurrent(self.convolution(x.view(-1, 2, 10)))[0].flatten(1))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"momentum": 0.5, "form": "low_rank", "rank": 2}, {"forgetting": 0.9, "block_size": 3}]
-)
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.5, "form": LowRankP(rank=2)}, {"forgetting": 0.9}])
 def test_the_default_device_of_torch_need_not_be_that_of_the_module(options: dict[str, Any]) -> None:
     module, reference = Everything(), Everything()
     train(reference, RLS(reference, **options), range(3))

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_struct.functional.layers.per_sample import contributions as module_under_test
 from lightning_struct.functional.layers.per_sample.contributions import (
     Contribution,
     Dense,
@@ -15,7 +16,6 @@ from lightning_struct.functional.layers.per_sample.contributions import (
     squared_norms,
 )
 from lightning_struct.functional.layers.per_sample.convolution import Convolution
-from lightning_struct.functional.layers.per_sample.layer_contributions import contributions as module_under_test
 
 N, ROWS, COLUMNS = 4, 7, 3
 ALL = slice(None)

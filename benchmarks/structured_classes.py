@@ -10,27 +10,20 @@ import lightning as L
 from torch import nn
 
 from harness import Run
-from lightning_struct.nn import (
-    CauchyLike,
-    Circulant,
-    Fastfood,
-    HankelLike,
-    LDRSubdiagonal,
-    LDRTridiagonal,
-    LowRank,
-    ToeplitzLike,
-    VandermondeLike,
-)
+from lightning_struct.nn import Circulant, Fastfood
+from lightning_struct.nn.classes import STRUCTURED_CLASSES
 from paper_tables import Way
 
+# By the names in the files of results.
 RANKED: dict[str, Callable[..., nn.Module]] = {
-    "ldr_td": LDRTridiagonal,
-    "ldr_sd": LDRSubdiagonal,
-    "toeplitz_like": ToeplitzLike,
-    "hankel_like": HankelLike,
-    "vandermonde_like": VandermondeLike,
-    "cauchy_like": CauchyLike,
-    "low_rank": LowRank,
+    "ldr_td": STRUCTURED_CLASSES["LDRTridiagonal"],
+    "ldr_sd": STRUCTURED_CLASSES["LDRSubdiagonal"],
+    **{
+        name.removesuffix("Like").lower() + "_like": layer
+        for name, layer in STRUCTURED_CLASSES.items()
+        if name.endswith("Like")
+    },
+    "low_rank": STRUCTURED_CLASSES["LowRank"],
 }
 UNRANKED: dict[str, Callable[..., nn.Module]] = {
     "unstructured": nn.Linear,

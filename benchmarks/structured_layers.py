@@ -32,6 +32,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -40,35 +41,18 @@ from torch import Tensor, nn
 import harness
 from lightning_struct.nn import (
     Butterfly,
-    CauchyLike,
-    Circulant,
-    Fastfood,
-    HankelLike,
     LDRSubdiagonal,
-    LDRTridiagonal,
     LowRank,
     Monarch,
+    PrunedLinear,
     RandomizedHadamard,
     StructuredLinear,
     ToeplitzLike,
-    VandermondeLike,
 )
+from lightning_struct.nn.classes import STRUCTURED_CLASSES
 from paper_tables import TABLE_14
 
-NARROW = (
-    LDRSubdiagonal,
-    LDRTridiagonal,
-    ToeplitzLike,
-    HankelLike,
-    VandermondeLike,
-    CauchyLike,
-    LowRank,
-    Circulant,
-    Fastfood,
-    RandomizedHadamard,
-    Butterfly,
-    Monarch,
-)
+NARROW: list[Any] = [layer for layer in STRUCTURED_CLASSES.values() if layer is not PrunedLinear]
 SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 LARGEST_TRAINED = 4096
 Product = Callable[[], object]

@@ -39,21 +39,8 @@ import harness
 from growing_batch_size import characters, digits
 from harness import Run
 from lightning_struct.data.in_memory import BatchedTensorDataset
-from lightning_struct.nn import (
-    Butterfly,
-    CauchyLike,
-    Circulant,
-    Fastfood,
-    HankelLike,
-    LDRSubdiagonal,
-    LDRTridiagonal,
-    LowRank,
-    Monarch,
-    PrunedLinear,
-    RandomizedHadamard,
-    ToeplitzLike,
-    VandermondeLike,
-)
+from lightning_struct.nn import LDRSubdiagonal, Monarch
+from lightning_struct.nn.classes import STRUCTURED_CLASSES, layer_of_rank
 
 STEPS, BATCH, RANK = 300, 64, 4
 RATES = {"Adam": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1), "SGD": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)}
@@ -61,25 +48,10 @@ DENSE = "nn.Linear"
 Layer = Callable[[int, int], nn.Module]
 
 
-def pruned(inputs: int, outputs: int) -> nn.Module:
-    return PrunedLinear(inputs, outputs, parameters=RANK * (inputs + outputs))
-
-
 CLASSES: dict[str, Layer] = {
     DENSE: nn.Linear,
-    "LDRSubdiagonal": partial(LDRSubdiagonal, rank=RANK),
-    "LDRTridiagonal": partial(LDRTridiagonal, rank=RANK),
-    "ToeplitzLike": partial(ToeplitzLike, rank=RANK),
-    "HankelLike": partial(HankelLike, rank=RANK),
-    "VandermondeLike": partial(VandermondeLike, rank=RANK),
-    "CauchyLike": partial(CauchyLike, rank=RANK),
-    "LowRank": partial(LowRank, rank=RANK),
+    **{name: layer_of_rank(name, RANK) for name in STRUCTURED_CLASSES},
     "Monarch": partial(Monarch, blocks=8),
-    "Butterfly": Butterfly,
-    "Circulant": Circulant,
-    "Fastfood": Fastfood,
-    "RandomizedHadamard": partial(RandomizedHadamard, terms=2 * RANK),
-    "PrunedLinear": pruned,
 }
 
 

@@ -1,50 +1,37 @@
 """One small layer of every structured class, for tests of what all of them have in common."""
 
+import re
 from functools import partial
 
 import torch
 from torch import nn
 
-from lightning_struct.nn import (
-    Butterfly,
-    CauchyLike,
-    Circulant,
-    Fastfood,
-    HankelLike,
-    LDRSubdiagonal,
-    LDRTridiagonal,
-    LowRank,
-    Monarch,
-    PrunedLinear,
-    RandomizedHadamard,
-    ToeplitzLike,
-    VandermondeLike,
-)
+from lightning_struct.nn.classes import STRUCTURED_CLASSES
+from lightning_struct.nn.classic import GeneratorLinear
+
+_NAMES = {"LDRSubdiagonal": "ldr_sd", "LDRTridiagonal": "ldr_td", "PrunedLinear": "pruned"}
+_ARGUMENTS = {"Monarch": {"blocks": 3}, "RandomizedHadamard": {"terms": 2}, "PrunedLinear": {"parameters": 30}}
+_VARIANTS = {
+    "ldr_sd_without_corners": ("LDRSubdiagonal", {"corner": "zero"}),
+    "ldr_sd_padded": ("LDRSubdiagonal", {"pad": "square"}),
+    "ldr_td_without_corners": ("LDRTridiagonal", {"corner": "zero"}),
+    "toeplitz_like_padded": ("ToeplitzLike", {"pad": "square"}),
+    "hankel_like_padded": ("HankelLike", {"pad": "square"}),
+    "low_rank_padded": ("LowRank", {"pad": "square"}),
+    "monarch_of_rank_2": ("Monarch", {"blocks": 2, "rank": 2}),
+    "butterfly_of_rank_2": ("Butterfly", {"rank": 2, "order": "cosine"}),
+}
+
+
+def _factory(name, **arguments):
+    layer_class = STRUCTURED_CLASSES[name]
+    of_class = {"rank": 2} if issubclass(layer_class, GeneratorLinear) else _ARGUMENTS.get(name, {})
+    return partial(layer_class, **of_class | arguments)
+
 
 # Each is called as factory(in_features, out_features, ...).
-FACTORIES = {
-    "ldr_sd": partial(LDRSubdiagonal, rank=2),
-    "ldr_sd_without_corners": partial(LDRSubdiagonal, rank=2, corner="zero"),
-    "ldr_sd_padded": partial(LDRSubdiagonal, rank=2, pad="square"),
-    "ldr_td": partial(LDRTridiagonal, rank=2),
-    "ldr_td_without_corners": partial(LDRTridiagonal, rank=2, corner="zero"),
-    "toeplitz_like": partial(ToeplitzLike, rank=2),
-    "toeplitz_like_padded": partial(ToeplitzLike, rank=2, pad="square"),
-    "hankel_like": partial(HankelLike, rank=2),
-    "hankel_like_padded": partial(HankelLike, rank=2, pad="square"),
-    "vandermonde_like": partial(VandermondeLike, rank=2),
-    "cauchy_like": partial(CauchyLike, rank=2),
-    "circulant": partial(Circulant),
-    "fastfood": partial(Fastfood),
-    "randomized_hadamard": partial(RandomizedHadamard, terms=2),
-    "low_rank": partial(LowRank, rank=2),
-    "low_rank_padded": partial(LowRank, rank=2, pad="square"),
-    "monarch": partial(Monarch, blocks=3),
-    "monarch_of_rank_2": partial(Monarch, blocks=2, rank=2),
-    "butterfly": partial(Butterfly),
-    "butterfly_of_rank_2": partial(Butterfly, rank=2, order="cosine"),
-    "pruned": partial(PrunedLinear, parameters=30),
-}
+FACTORIES = {_NAMES.get(n, re.sub("(?<=[a-z])([A-Z])", r"_\1", n).lower()): _factory(n) for n in STRUCTURED_CLASSES}
+FACTORIES |= {variant: _factory(name, **arguments) for variant, (name, arguments) in _VARIANTS.items()}
 NAMES = list(FACTORIES)
 
 

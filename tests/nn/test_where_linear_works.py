@@ -213,13 +213,13 @@ def test_values_of_a_pruned_layer_are_pruned_further():
 
 def test_pruning_and_parametrizing_the_matrix_are_refused_by_name():
     layer = LDRSubdiagonal(12, 7)
-    with pytest.raises(ValueError, match="no parameter 'weight' that could be pruned: its matrix is made of G, H, sub"):
+    with pytest.raises(ValueError, match="could be pruned, .*: its matrix is made of G, H, sub"):
         nn.utils.prune.l1_unstructured(layer, "weight", 0.5)
     with pytest.raises(ValueError, match="no parameter 'weight' that could be pruned"):
         nn.utils.prune.global_unstructured([(layer, "weight")], nn.utils.prune.L1Unstructured, amount=0.5)
     with pytest.raises(ValueError, match="does not have a parameter.* with name 'weight'"):
         nn.utils.parametrizations.weight_norm(layer)
-    with pytest.raises(ValueError, match="no parameter 'weight' that could be set, or tied"):
+    with pytest.raises(ValueError, match="no parameter 'weight' that could be .*, or tied"):
         layer.weight = nn.Linear(12, 7).weight
     assert layer(torch.randn(3, 12)).shape == (3, 7)
 

@@ -87,7 +87,7 @@ def test_matrix_is_that_of_the_formula(cls):
 @pytest.mark.parametrize(
     "cls", [ToeplitzLike, HankelLike, Circulant, Fastfood, RandomizedHadamard, partial(ToeplitzLike, pad="square")]
 )
-def test_large_matrices_are_kept_as_spectra(cls):
+def test_large_matrices_are_prepared_as_spectra(cls):
     torch.manual_seed(0)
     layer = cls(1030, 1040)
     x = torch.randn(2, 1030)
@@ -102,17 +102,6 @@ def test_large_matrices_are_kept_as_spectra(cls):
     exported = torch.export.export(frozen, (x,)).module()
     torch.testing.assert_close(exported(x), frozen(x))
     torch.testing.assert_close(frozen.double()(x.double()), y.double(), rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("cls", GENERATED)
-def test_products_do_not_depend_on_how_many_rows_are_multiplied_at_once(cls):
-    torch.manual_seed(0)
-    layer = cls(5, 7, 2, dtype=torch.float64)
-    x, u = torch.randn(30, 5, dtype=torch.float64), torch.randn(30, 7, dtype=torch.float64)
-    at_once, in_pieces = layer(x), torch.cat([layer(row) for row in x.split(1)])
-    torch.testing.assert_close(at_once, in_pieces, rtol=1e-12, atol=1e-12)
-    gradients = [torch.autograd.grad(y, list(layer.parameters()), u) for y in (at_once, in_pieces)]
-    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("cls", GENERATED)
@@ -227,7 +216,7 @@ def test_nodes_and_places_are_saved_and_not_trained():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("cls", [ToeplitzLike, HankelLike, Circulant])
-def test_spectra_are_kept_in_float32_in_half_precision(cls, dtype):
+def test_spectra_stay_in_float32_in_half_precision(cls, dtype):
     torch.manual_seed(0)
     layer, x = cls(1200, 1200).to(dtype), torch.randn(1, 1200, dtype=dtype)
     expected = layer(x).detach()
@@ -266,22 +255,6 @@ def test_rounded_nodes_of_checkpoints_in_half_precision_are_restored(assign):
     fresh = CauchyLike(300, 200).bfloat16()
     fresh.load_state_dict(state, assign=assign)
     assert torch.equal(fresh(x), layer(x)) and layer(x).isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (partial(ToeplitzLike, 8, 5, 6), r"rank must be at most min\(in_features, out_features\) = 5, but is 6"),
-        (partial(CauchyLike, 8, 8, 0), "rank must be a positive integer, but is 0"),
-        (partial(VandermondeLike, 8, 8, True), "rank must be a positive integer, but is True"),
-        (partial(Fastfood, 8, 8, init="ones"), "init must be one of 'variance', 'reference', but is 'ones'"),
-        (partial(PrunedLinear, 8, 8, 65), r"in_features \* out_features = 64, but is 65"),
-        (partial(PrunedLinear, 8, 8, 0), "parameters must be a positive integer, but is 0"),
-    ],
-)
-def test_wrong_arguments_are_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 @pytest.mark.parametrize(("sizes", "error"), [((16, 16), 1e-12), ((12, 9), 1e-5), ((5, 12), 1e-5)])
@@ -337,13 +310,3 @@ def test_places_that_were_averaged_and_rounded_are_refused(make):
         averaged(torch.randn(3, 32))
     with pytest.raises(ValueError, match="no longer holds distinct places"):
         averaged.freeze()
-
-
-def test_many_rows_are_multiplied_by_the_matrix_of_hadamard_terms():
-    torch.manual_seed(0)
-    layer = RandomizedHadamard(12, 9, terms=2, dtype=torch.float64)
-    x, u = torch.randn(40, 12, dtype=torch.float64, requires_grad=True), torch.randn(40, 9, dtype=torch.float64)
-    at_once, in_pieces = layer(x), torch.cat([layer(rows) for rows in x.split(5)])
-    torch.testing.assert_close(at_once, in_pieces)
-    gradients = [torch.autograd.grad(y, [x, layer.G], u) for y in (at_once, in_pieces)]
-    torch.testing.assert_close(*gradients)

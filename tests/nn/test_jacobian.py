@@ -7,7 +7,7 @@ from tests.nn.layers import FACTORIES, NAMES
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith(("_padded", "_without_corners"))])
 def test_norms_are_the_largest_singular_values_of_the_jacobian(name):
     torch.manual_seed(0)
     layer = FACTORIES[name](7, 5, dtype=torch.float64)
@@ -24,8 +24,8 @@ def test_norms_are_the_largest_singular_values_of_the_jacobian(name):
 @pytest.mark.slow
 def test_twenty_iterations_are_near():
     torch.manual_seed(0)
-    layer = FACTORIES["ldr_sd"](40, 40)
-    twenty, many = jacobian_norms(layer), jacobian_norms(layer, 100)
+    layer = FACTORIES["ldr_sd"](20, 20)
+    twenty, many = jacobian_norms(layer), jacobian_norms(layer, 60)
     assert all(0.9 * many[key] < twenty[key] <= 1.001 * many[key] for key in many)
 
 

@@ -30,19 +30,8 @@ def test_product_is_that_of_two_block_diagonal_matrices_and_permutations(m, n, b
     torch.testing.assert_close(layer(x), x @ M.T)
 
 
-@pytest.mark.parametrize("rows", [2, 9])
-def test_gradients(rows):
-    layer = Monarch(6, 7, blocks=2, rank=2, dtype=torch.float64)
-    x = torch.randn(rows, 6, dtype=torch.float64, requires_grad=True)
-
-    def product(x, L, R, bias):
-        return torch.func.functional_call(layer, {"L": L, "R": R, "bias": bias}, (x,))
-
-    assert torch.autograd.gradcheck(product, (x, layer.L, layer.R, layer.bias))
-
-
 @pytest.mark.parametrize("size", [512, 1024])
-def test_kept_matrix_and_kept_factors_multiply_alike(size):
+def test_prepared_matrix_and_factors_multiply_alike(size):
     layer = Monarch(size, size, blocks=16, bias=False).eval()
     with torch.no_grad():
         for rows in (1, 16):
@@ -97,37 +86,6 @@ def test_hadamard_matrices_are_members(size):
 def test_kronecker_products_are_members():
     product = torch.kron(torch.randn(5, 4, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64))
     assert Monarch.from_linear(linear_of(product), blocks=4, rank=1, refine=0).approximation_error < 1e-12
-
-
-def test_it_is_compiled_as_one_graph():
-    layer = Monarch(12, 7, blocks=3)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for mode in (True, False):
-        layer.train(mode)
-        x = torch.randn(9, 12, requires_grad=True)
-        torch.testing.assert_close(compiled(x), layer(x))
-        torch.testing.assert_close(
-            torch.autograd.grad(compiled(x).sum(), layer.L), torch.autograd.grad(layer(x).sum(), layer.L)
-        )
-
-
-def test_parameters_on_the_meta_device_are_made_later():
-    layer = Monarch(12, 7, blocks=3, device="meta").to_empty(device="cpu")
-    layer.reset_parameters()
-    assert all(parameter.isfinite().all() for parameter in layer.parameters())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"blocks": 8}, "blocks must be at most min.* = 7, but is 8"),
-        ({"blocks": 0}, "blocks must be a positive integer, but is 0"),
-        ({"blocks": 3, "rank": 4}, "rank must be at most 3, the smaller side of a block 3 x 4, but is 4"),
-    ],
-)
-def test_wrong_arguments_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        Monarch(12, 7, **options)
 
 
 @pytest.mark.parametrize(("left", "right"), [((2, 3, 0), (0, 2, 4)), ((2, 3, 0), (5, 0, 4))], ids=str)

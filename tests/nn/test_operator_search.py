@@ -50,9 +50,8 @@ def test_scaled_toeplitz_matrices_of_hippo_are_members(cls, n, name, rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [32, 128])
-def test_the_scaled_legendre_matrix_of_hippo_is_near(n):
-    found = LDRTridiagonal.from_linear(linear_of(hippo("LegS", n)), rank=2)
+def test_the_scaled_legendre_matrix_of_hippo_is_near():
+    found = LDRTridiagonal.from_linear(linear_of(hippo("LegS", 32)), rank=2)
     assert found.approximation_error < 1e-3
 
 
@@ -96,14 +95,6 @@ def test_a_layer_whose_operators_have_zeros_is_refined_all_the_same():
 @pytest.mark.parametrize("weight", [torch.zeros(4, 4), torch.ones(1, 1), torch.tensor([[1.0, 2.0, 3.0]]), torch.eye(3)])
 def test_weights_without_a_typical_structure_are_members_too(cls, weight):
     assert cls.from_linear(linear_of(weight.double()), refine=0).approximation_error < 1e-12
-
-
-def test_leading_factors_of_large_matrices_are_those_of_the_decomposition():
-    generator = torch.Generator().manual_seed(0)
-    G, H = (torch.randn(600, 3, dtype=torch.float64, generator=generator) for _ in range(2))
-    left, right = leading_factors(G @ H.T, 3)
-    torch.testing.assert_close(left @ right.T, G @ H.T)
-    torch.testing.assert_close(left.T @ left, right.T @ right)
 
 
 def test_leading_factors_of_large_matrices_are_as_near_as_the_singular_vectors():

@@ -248,7 +248,7 @@ def test_gradients_reach_the_buffers_of_a_functional_call():
 @pytest.mark.parametrize("shape", [(12,), (0, 12), (1, 12), (40, 12), (2, 3, 12), (2, 0, 12)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_kept_matrices_take_inputs_of_any_shape(shape, bias, frozen):
+def test_prepared_matrices_take_inputs_of_any_shape(shape, bias, frozen):
     layer, x = Monarch(12, 7, bias=bias, dtype=torch.float64).eval(), torch.randn(shape, dtype=torch.float64)
     dense = nn.Linear(12, 7, bias=bias, dtype=torch.float64)
     dense.load_state_dict({"weight": layer.to_dense().detach()} | ({"bias": layer.bias.detach()} if bias else {}))

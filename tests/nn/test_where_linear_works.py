@@ -60,33 +60,6 @@ def test_activations_are_checkpointed_at_every_choice_of_a_method():
     assert methods == {"krylov", "scaled_float64"}
 
 
-class PreTrainedModel(nn.Module):
-    """A model with the gradient checkpointing of the transformers package: a function that each block is called by."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(FACTORIES[name](12, 12) for name in NAMES if name != "pruned")
-        self.gradient_checkpointing = None
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs):
-        self.gradient_checkpointing = functools.partial(checkpoint, **gradient_checkpointing_kwargs)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + (
-                block(x) if self.gradient_checkpointing is None else self.gradient_checkpointing(block.__call__, x)
-            )
-        return x
-
-
-def test_gradient_checkpointing_enable_gives_the_same_gradients():
-    torch.manual_seed(0)
-    model, x = PreTrainedModel(), torch.randn(3, 12)
-    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    torch.testing.assert_close(torch.autograd.grad(model(x).square().mean(), list(model.parameters())), expected)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_are_drawn_after_the_meta_device(name):
     make = functools.partial(FACTORIES[name], 12, 7)

@@ -24,7 +24,7 @@ from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow
 
-WORLD, STEPS = 2, 40
+WORLD, STEPS = 2, 20
 
 
 class Packed(nn.Module):

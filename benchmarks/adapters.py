@@ -47,7 +47,7 @@ from harness import (
     run_once,
     spread,
 )
-from lightning_struct.data.mnist_variants import vary_digits
+from lightning_struct.data.larochelle import vary_digits
 from lightning_struct.nn import (
     Circulant,
     LDRSubdiagonal,

@@ -2,16 +2,14 @@
 
 from lightning_struct.data.characters import CharactersDataModule
 from lightning_struct.data.cifar import CIFAR10DataModule
-from lightning_struct.data.curves_datamodule import CurvesDataModule
+from lightning_struct.data.curves import CurvesDataModule
 from lightning_struct.data.digits import MNISTDataModule, USPSDataModule
-from lightning_struct.data.equations import Burgers, DifferentialEquation, Heat, Poisson
+from lightning_struct.data.equations import Box, Burgers, DifferentialEquation, Faces, Heat, Poisson, Region
 from lightning_struct.data.imdb import IMDBDataModule
 from lightning_struct.data.in_memory import BatchedTensorDataset, InMemoryDataModule
-from lightning_struct.data.mnist_variants import MNISTVariantDataModule
+from lightning_struct.data.larochelle import MNISTVariantDataModule, RectanglesDataModule
 from lightning_struct.data.norb import NORBDataModule
 from lightning_struct.data.points import PointDraws, PointsDataModule
-from lightning_struct.data.rectangles import RectanglesDataModule
-from lightning_struct.data.regions import Box, Faces, Region
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws, keep_batch
 from lightning_struct.data.text_corpus import TextCorpusDataModule
 

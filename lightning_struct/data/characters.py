@@ -1,7 +1,7 @@
 """A text as windows of characters, each with the character that follows it."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -11,9 +11,7 @@ from lightning_struct.data.files import NAME_DIRECTORY, NAME_TEXT_FILE, DamagedF
 from lightning_struct.data.in_memory import (
     BatchedTensorDataset,
     InMemoryDataModule,
-    SamplingOptions,
     Splits,
-    Unpack,
 )
 from lightning_struct.data.text_corpus import synthetic_text
 from lightning_struct.utilities.checks import check_counts, check_positive
@@ -75,7 +73,7 @@ class CharactersDataModule(InMemoryDataModule):
         val_size: int | None = None,
         test_size: int | None = None,
         synthetic: bool = False,
-        **loader: Unpack[SamplingOptions],
+        **loader: Any,
     ) -> None:
         super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}

@@ -1,33 +1,22 @@
 """CIFAR-10: labelled colour images, standardised."""
 
-import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_struct.data.files import (
-    DamagedFileError,
-    check_labels,
-    naming_file,
-    read_or_explain,
-    require_torchvision,
-)
+from lightning_struct.data.curves import synthetic_digits
+from lightning_struct.data.files import DamagedFileError, check_labels, naming_file, require_torchvision
 from lightning_struct.data.flat_images import mean_and_std
 from lightning_struct.data.in_memory import (
     BatchedTensorDataset,
-    InMemoryDataModule,
+    DownloadedDataModule,
     LabelledImages,
-    SamplingOptions,
     Splits,
-    Unpack,
     choose_at_random,
     split_in_order,
 )
-from lightning_struct.data.synthetic import synthetic_digits
-from lightning_struct.utilities.checks import check_counts
 
 IMAGE_SIZE = 32
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -37,7 +26,7 @@ CHANNEL_MEAN = (0.4914, 0.4822, 0.4465)
 CHANNEL_STD = (0.2470, 0.2435, 0.2616)
 
 
-class CIFAR10DataModule(InMemoryDataModule):
+class CIFAR10DataModule(DownloadedDataModule):
     """CIFAR-10: 45,000 / 5,000 / 10,000 images of 32 x 32 in three colours for training, validation and test.
 
     Training and validation images are parts of the official training set, cut by a fixed seed; the test images are the
@@ -64,10 +53,8 @@ class CIFAR10DataModule(InMemoryDataModule):
         train_size: training images.
         val_size: validation images.
         test_size: test images.
-        download: whether missing files may be downloaded; they are not where there are directories of images.
         grey: grey images instead of coloured ones.
-        synthetic: procedurally made figures of the same shapes instead of the files; nothing is read or downloaded.
-        **loader: further options of the loaders, see :class:`InMemoryDataModule`.
+        **options: ``download``, ``synthetic`` and further options of the loaders, see :class:`InMemoryDataModule`.
 
     Raises:
         MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for, and
@@ -81,6 +68,9 @@ class CIFAR10DataModule(InMemoryDataModule):
         (torch.Size([10, 3, 32, 32]), torch.int64)
     """
 
+    title = "CIFAR-10"
+    files = f"{OFFICIAL_DIRECTORY}, or train/CLASS/*.jpg and test/CLASS/*.jpg,"
+
     def __init__(
         self,
         data_dir: str = "data",
@@ -91,30 +81,46 @@ class CIFAR10DataModule(InMemoryDataModule):
         train_size: int = 45_000,
         val_size: int = 5_000,
         test_size: int = 10_000,
-        download: bool = True,
         grey: bool = False,
-        synthetic: bool = False,
-        **loader: Unpack[SamplingOptions],
+        **options: Any,
     ) -> None:
-        super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
-        self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        check_counts(train_size=train_size, val_size=val_size, test_size=test_size)
-        self.data_dir = os.path.expanduser(data_dir)
-        self.download = download
+        super().__init__(
+            data_dir,
+            batch_size,
+            draws,
+            eval_batch_size=eval_batch_size,
+            train_size=train_size,
+            val_size=val_size,
+            test_size=test_size,
+            **options,
+        )
         self.grey = grey
-        self.synthetic = synthetic
 
-    def prepare_data(self) -> None:
-        if self.download and not self.synthetic and not self._has_directories and not self._is_official_and_whole:
-            self._read_both(download=True)
+    @property
+    def has_directories(self) -> bool:
+        # official files come first
+        directory = Path(self.data_dir)
+        return (directory / "train").is_dir() and not (directory / OFFICIAL_DIRECTORY).is_dir()
 
-    def load_splits(self) -> Splits:
-        if self.synthetic:
-            rank_zero_info("CIFAR-10: procedurally made figures of the same shapes stand in for the real images.")
-            sizes = tuple(self.sizes.values())
-            parts = split_in_order(synthetic_color_images(sum(sizes), IMAGE_SIZE, seed=self.seed), sizes)
-        else:
-            parts = list(choose_at_random("CIFAR-10", *self._read_both(download=False), self.sizes).values())
+    @property
+    def has_files(self) -> bool:
+        directory = Path(self.data_dir) / OFFICIAL_DIRECTORY
+        return self.has_directories or all((directory / file).is_file() for file in OFFICIAL_FILES)
+
+    def read(self, download: bool) -> tuple[LabelledImages, LabelledImages]:
+        if self.has_directories:
+            return read_directory(Path(self.data_dir) / "train"), read_directory(Path(self.data_dir) / "test")
+        train = read_official(self.data_dir, train=True, download=download)
+        return train, read_official(self.data_dir, train=False, download=download)
+
+    def make_synthetic(self) -> Splits:
+        sizes = list(self.sizes.values())
+        return self._splits(split_in_order(synthetic_color_images(sum(sizes), IMAGE_SIZE, seed=self.seed), sizes))
+
+    def cut(self, official: tuple[LabelledImages, LabelledImages]) -> Splits:
+        return self._splits(list(choose_at_random(self.title, *official, self.sizes).values()))
+
+    def _splits(self, parts: list[LabelledImages]) -> Splits:
         if self.grey:
             scaled = [as_grey(images) for images, _ in parts]
             mean, std = mean_and_std(scaled[0])
@@ -123,39 +129,6 @@ class CIFAR10DataModule(InMemoryDataModule):
             inputs = [standardized(images) for images, _ in parts]
         return Splits(
             *(BatchedTensorDataset(images, labels) for images, (_, labels) in zip(inputs, parts, strict=True))
-        )
-
-    @property
-    def _has_directories(self) -> bool:
-        """Whether there are directories of images, and no official files, which come first."""
-        directory = Path(self.data_dir)
-        return (directory / "train").is_dir() and not (directory / OFFICIAL_DIRECTORY).is_dir()
-
-    @property
-    def _is_official_and_whole(self) -> bool:
-        directory = Path(self.data_dir) / OFFICIAL_DIRECTORY
-        if not all((directory / file).is_file() for file in OFFICIAL_FILES):
-            return False
-        try:
-            check_official(directory)
-        except DamagedFileError as error:
-            rank_zero_warn(f"CIFAR-10 is downloaded again: {error}.")
-            return False
-        return True
-
-    def _read_both(self, download: bool) -> tuple[LabelledImages, LabelledImages]:
-        def read(part: str) -> LabelledImages:
-            if self._has_directories:
-                return read_directory(Path(self.data_dir) / part)
-            return read_official(self.data_dir, train=part == "train", download=download)
-
-        return read_or_explain(
-            "CIFAR-10",
-            lambda: (read("train"), read("test")),
-            data_dir=self.data_dir,
-            files=f"{OFFICIAL_DIRECTORY}, or train/CLASS/*.jpg and test/CLASS/*.jpg,",
-            download=None if self._has_directories else download,
-            prepares=self.download,
         )
 
 

@@ -1,16 +1,22 @@
-"""Procedural images of smooth curves, after the CURVES data set of Hinton & Salakhutdinov (2006).
+"""CURVES and figures that stand in for digits: procedural images of smooth curves.
+
+CURVES is made after the data set of Hinton & Salakhutdinov (2006).
 
 The original file is one sample of "curves generated from three randomly chosen points in two dimensions"; its generator
 was never published. Here a curve is the parabola through the three points, drawn as a thin stroke: like the original,
 the images have six degrees of freedom.
 """
 
-from __future__ import annotations
-
 import math
+from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
+
+from lightning_struct.data.in_memory import InMemoryDataModule, Splits, image_dataset
+from lightning_struct.utilities.checks import check_counts
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 IMAGE_SIZE = 28
 STROKE_RADIUS = 0.7
@@ -18,6 +24,8 @@ INK = 1.4
 MARGIN = 2.0
 STEPS = 96
 CHUNK = 1024
+
+KINDS, STROKES, JITTER = 10, 2, 0.06  # of the figures that stand in for digits
 
 
 def curve_path(points: Tensor, steps: int = STEPS) -> Tensor:
@@ -77,17 +85,82 @@ def generate_curves(count: int, *, seed: int = 0, size: int = IMAGE_SIZE) -> Ten
     Returns:
         (count, size * size), float32, values in [0, 1].
 
-    Raises:
-        ValueError: if ``count`` is not positive, or ``size`` leaves no room inside the margin.
-
     Example:
         >>> generate_curves(2).shape
         torch.Size([2, 784])
     """
-    if count < 1:
-        raise ValueError(f"count must be at least 1, but is {count}")
-    if size <= 2 * MARGIN + 1:
-        raise ValueError(f"size must be greater than {2 * MARGIN + 1:.0f}, but is {size}")
     generator = torch.Generator().manual_seed(seed)
     points = MARGIN + (size - 1 - 2 * MARGIN) * torch.rand(count, 3, 2, generator=generator)
     return torch.cat([render_curves(part, size) for part in points.split(CHUNK)])
+
+
+def synthetic_digits(count: int, size: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Images of ten kinds of figure, each of two curved strokes whose points are shifted at random.
+
+    The ten figures are the same for every ``seed`` and ``count``, so that what is learned on one sample holds on
+    another.
+
+    Args:
+        count: number of images.
+        size: height and width in pixels.
+        seed: the same seed gives the same images and labels.
+
+    Returns:
+        Images (count, size * size), float32, values in [0, 1]; labels (count,), int64, in 0 to 9.
+    """
+    figures = torch.rand(KINDS, STROKES, 3, 2, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(KINDS, (count,), generator=generator)
+    points = figures[labels] + JITTER * torch.randn(count, STROKES, 3, 2, generator=generator)
+    points = MARGIN + (size - 1 - 2 * MARGIN) * points
+    images = torch.cat([render_curves(part.flatten(0, 1), size) for part in points.split(512)])
+    return images.view(count, STROKES, -1).amax(dim=1), labels
+
+
+class CurvesDataModule(InMemoryDataModule):
+    """CURVES: 20,000 / 2,000 / 8,000 images of 28 x 28 for training, validation and test, made when they are needed.
+
+    Samples are (pixels,): (784,) float32 in [0, 1]. The images are always procedural
+    (:func:`~lightning_struct.data.curves.generate_curves`): they follow the description of the original file, and are
+    not that file. They are the same for every ``seed``.
+
+    Args:
+        batch_size: training samples in a step, over all processes together.
+        train_size: training images.
+        val_size: validation images.
+        test_size: test images.
+        synthetic: always true: there is nothing but the procedural images.
+        **loader: further options of the loaders, see :class:`InMemoryDataModule`.
+
+    Raises:
+        MisconfigurationException: if one of the sets would be empty, and for ``synthetic=False``.
+
+    Example:
+        >>> data = CurvesDataModule(batch_size=10, train_size=20, val_size=5, test_size=5)
+        >>> data.setup("fit")
+        >>> (images,) = next(iter(data.train_dataloader()))
+        >>> images.shape
+        torch.Size([10, 784])
+    """
+
+    def __init__(
+        self,
+        batch_size: int = 250,
+        *,
+        train_size: int = 20_000,
+        val_size: int = 2_000,
+        test_size: int = 8_000,
+        synthetic: bool = True,
+        **loader: Any,
+    ) -> None:
+        super().__init__(batch_size, **loader)
+        if not synthetic:
+            raise MisconfigurationException("CURVES are always made procedurally: leave out data.synthetic=false.")
+        check_counts(train_size=train_size, val_size=val_size, test_size=test_size)
+        self.sizes = (train_size, val_size, test_size)
+
+    def load_splits(self) -> Splits:
+        rank_zero_info(f"CURVES: making {sum(self.sizes):,} images of curves through three random points.")
+        images = generate_curves(sum(self.sizes))
+        parts = zip(("train", "val", "test"), images.split(self.sizes), strict=True)
+        return Splits(**{key: image_dataset(f"CURVES ({key})", part) for key, part in parts})

@@ -1,8 +1,6 @@
 """MNIST and USPS: hand-written digits as flat grey pixels, with their labels."""
 
-import bz2
 import math
-import os
 import struct
 from abc import abstractmethod
 from contextlib import nullcontext
@@ -10,140 +8,62 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_struct.data.files import (
-    DamagedFileError,
-    check_labels,
-    naming_file,
-    read_or_explain,
-    require_torchvision,
-)
+from lightning_struct.data.curves import synthetic_digits
+from lightning_struct.data.files import DamagedFileError, check_labels, naming_file, require_torchvision
 from lightning_struct.data.in_memory import (
-    InMemoryDataModule,
+    DownloadedDataModule,
     LabelledImages,
-    LoaderOptions,
     Splits,
-    Unpack,
     choose_at_random,
     image_dataset,
     split_at_random,
     split_in_order,
 )
-from lightning_struct.data.synthetic import synthetic_digits
-from lightning_struct.utilities.checks import check_counts
 
 CLASSES = 10
-CHUNK = 1 << 20  # bytes
 
 
-class DigitsOptions(LoaderOptions, total=False):
-    """Keyword arguments of :class:`DigitsDataModule` that MNIST and USPS pass on."""
+class DigitsDataModule(DownloadedDataModule):
+    """Base of MNIST and USPS: images are in [0, 1]."""
 
-    download: bool
-    synthetic: bool
-
-
-class DigitsDataModule(InMemoryDataModule):
-    """Base of MNIST and USPS: files or their procedural stand-in, cut into three sets.
-
-    Where downloading is allowed, a damaged file is downloaded again; it stays until that has succeeded.
-
-    Args:
-        data_dir: directory with the files.
-        batch_size: training samples in a step, over all processes together.
-        train_size: training images.
-        val_size: validation images.
-        test_size: test images.
-        download: whether missing files may be downloaded.
-        synthetic: procedurally made figures of the same shapes instead of the files; nothing is read or downloaded.
-        **loader: further options of the loaders, see :class:`InMemoryDataModule`.
-
-    Raises:
-        MisconfigurationException: if one of the sets would be empty.
-    """
-
-    title: ClassVar[str]
     image_size: ClassVar[int]
-    files: ClassVar[tuple[str, ...]]
-
-    def __init__(
-        self,
-        data_dir: str,
-        batch_size: int,
-        *,
-        train_size: int,
-        val_size: int,
-        test_size: int,
-        download: bool = True,
-        synthetic: bool = False,
-        **loader: Any,
-    ) -> None:
-        super().__init__(batch_size, **loader)
-        self.data_dir = os.path.expanduser(data_dir)
-        self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        check_counts(train_size=train_size, val_size=val_size, test_size=test_size)
-        self.download = download
-        self.synthetic = synthetic
+    names: ClassVar[tuple[str, ...]]
+    """The files, training part first."""
 
     @abstractmethod
-    def read(self, train: bool, download: bool) -> LabelledImages:
-        """The official training or test part: images (n, pixels), uint8, and labels (n,), int64."""
-
-    @abstractmethod
-    def check_file(self, path: Path) -> None:
-        """Raise ``DamagedFileError`` if this one of :attr:`files` is not whole."""
+    def read_part(self, paths: list[Path], train: bool, download: bool) -> LabelledImages:
+        """The official training or test part from its files: images (n, pixels), uint8, and labels (n,), int64."""
 
     @abstractmethod
     def choose(self, official_train: LabelledImages, official_test: LabelledImages) -> dict[str, LabelledImages]:
         """The three sets, by name, from the two official parts."""
 
-    def prepare_data(self) -> None:
-        if self.synthetic or not self.download:
-            return
-        put_aside: dict[Path, Path] = {}
-        for path in self._paths:
-            try:
-                if path.is_file():
-                    self.check_file(path)
-            except DamagedFileError as error:
-                rank_zero_warn(f"{self.title} is downloaded again: {error}.")
-                put_aside[path] = path.replace(path.with_name(f"{path.name}.damaged"))
-        try:
-            if not all(path.is_file() for path in self._paths):
-                self.read_both(download=True)
-        finally:
-            for path, aside in put_aside.items():
-                if path.is_file():
-                    aside.unlink()
-                else:
-                    aside.replace(path)  # it could not be downloaded
-
-    def load_splits(self) -> Splits:
-        if self.synthetic:
-            rank_zero_info(f"{self.title}: procedurally made figures of the same shapes stand in for the real images.")
-            sizes = self.sizes.values()
-            figures = synthetic_digits(sum(sizes), self.image_size, seed=self.seed)
-            parts = dict(zip(self.sizes, split_in_order(figures, list(sizes)), strict=True))
-        else:
-            chosen = self.choose(*self.read_both(download=False))
-            parts = {key: (images.float() / 255, labels) for key, (images, labels) in chosen.items()}
-        return Splits(**{key: image_dataset(f"{self.title} ({key})", *part) for key, part in parts.items()})
+    @property
+    def paths(self) -> list[Path]:
+        """Where the files are, or will be."""
+        return [Path(self.data_dir) / name for name in self.names]
 
     @property
-    def _paths(self) -> list[Path]:
-        return [Path(self.data_dir) / file for file in self.files]
+    def has_files(self) -> bool:
+        return all(path.is_file() for path in self.paths)
 
-    def read_both(self, download: bool) -> tuple[LabelledImages, LabelledImages]:
-        """Both official parts, or the error that names the remedies."""
-        return read_or_explain(
-            self.title,
-            lambda: (self.read(train=True, download=download), self.read(train=False, download=download)),
-            data_dir=self.data_dir,
-            files=", ".join(self.files),
-            download=download,
-            prepares=self.download,
-        )
+    def read(self, download: bool) -> tuple[LabelledImages, LabelledImages]:
+        half = len(self.names) // 2
+        train = self.read_part(self.paths[:half], train=True, download=download)
+        return train, self.read_part(self.paths[half:], train=False, download=download)
+
+    def make_synthetic(self) -> Splits:
+        figures = synthetic_digits(sum(self.sizes.values()), self.image_size, seed=self.seed)
+        parts = split_in_order(figures, list(self.sizes.values()))
+        return self._splits(dict(zip(self.sizes, parts, strict=True)))
+
+    def cut(self, official: tuple[LabelledImages, LabelledImages]) -> Splits:
+        chosen = self.choose(*official)
+        return self._splits({key: (images.float() / 255, labels) for key, (images, labels) in chosen.items()})
+
+    def _splits(self, parts: dict[str, LabelledImages]) -> Splits:
+        return Splits(**{key: image_dataset(f"{self.title} ({key})", *part) for key, part in parts.items()})
 
 
 class MNISTDataModule(DigitsDataModule):
@@ -178,9 +98,10 @@ class MNISTDataModule(DigitsDataModule):
 
     title = "MNIST"
     image_size = 28
-    files = tuple(
+    names = tuple(
         f"MNIST/raw/{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
     )
+    files = ", ".join(names)
 
     def __init__(
         self,
@@ -190,26 +111,22 @@ class MNISTDataModule(DigitsDataModule):
         train_size: int = 50_000,
         val_size: int = 10_000,
         test_size: int = 10_000,
-        **options: Unpack[DigitsOptions],
+        **options: Any,
     ) -> None:
         super().__init__(data_dir, batch_size, train_size=train_size, val_size=val_size, test_size=test_size, **options)
 
-    def read(self, train: bool, download: bool) -> LabelledImages:
+    def read_part(self, paths: list[Path], train: bool, download: bool) -> LabelledImages:
         require_torchvision(self.title)
         from torchvision.datasets import MNIST
 
-        image_file, label_file = self._paths[:2] if train else self._paths[2:]
-        for path in (image_file, label_file):
+        for path, shape in zip(paths, ((self.image_size, self.image_size), ()), strict=True):
             if path.is_file():
-                self.check_file(path)
+                check_idx_file(path, shape)
         part = MNIST(self.data_dir, train=train, download=download)
         if len(part.data) != len(part.targets):
-            raise DamagedFileError(label_file, f"has {len(part.targets)} labels for {len(part.data)} images")
-        check_labels(label_file, part.targets, CLASSES)
+            raise DamagedFileError(paths[1], f"has {len(part.targets)} labels for {len(part.data)} images")
+        check_labels(paths[1], part.targets, CLASSES)
         return part.data.flatten(1), part.targets
-
-    def check_file(self, path: Path) -> None:
-        check_idx_file(path, () if "labels" in path.name else (self.image_size, self.image_size))
 
     def choose(self, official_train: LabelledImages, official_test: LabelledImages) -> dict[str, LabelledImages]:
         return choose_at_random(self.title, official_train, official_test, self.sizes)
@@ -248,7 +165,8 @@ class USPSDataModule(DigitsDataModule):
 
     title = "USPS"
     image_size = 16
-    files = ("usps.bz2", "usps.t.bz2")
+    names = ("usps.bz2", "usps.t.bz2")
+    files = ", ".join(names)
 
     def __init__(
         self,
@@ -258,31 +176,20 @@ class USPSDataModule(DigitsDataModule):
         train_size: int = 6_800,
         val_size: int = 1_000,
         test_size: int = 1_498,
-        **options: Unpack[DigitsOptions],
+        **options: Any,
     ) -> None:
         super().__init__(data_dir, batch_size, train_size=train_size, val_size=val_size, test_size=test_size, **options)
 
-    def read(self, train: bool, download: bool) -> LabelledImages:
+    def read_part(self, paths: list[Path], train: bool, download: bool) -> LabelledImages:
         require_torchvision(self.title)
         from torchvision.datasets import USPS
 
-        path = self._paths[0 if train else 1]
+        (path,) = paths
         with naming_file(path) if path.is_file() else nullcontext():
             part = USPS(self.data_dir, train=train, download=download)
         labels = torch.tensor(part.targets)
         check_labels(path, labels, CLASSES)
         return torch.from_numpy(part.data).flatten(1), labels
-
-    def check_file(self, path: Path) -> None:
-        require_torchvision(self.title)
-        from torchvision.datasets import USPS
-        from torchvision.datasets.utils import check_integrity
-
-        if any(check_integrity(str(path), md5) for _, name, md5 in USPS.split_list.values() if name == path.name):
-            return
-        with naming_file(path), bz2.open(path) as file:
-            while file.read(CHUNK):
-                pass
 
     def choose(self, official_train: LabelledImages, official_test: LabelledImages) -> dict[str, LabelledImages]:
         images, labels = (torch.cat(both) for both in zip(official_train, official_test, strict=True))

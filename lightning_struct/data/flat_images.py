@@ -1,5 +1,6 @@
 """Image sets of the experiments on structured layers: flat grey images, standardised, cut as the paper cuts them."""
 
+import os
 from abc import abstractmethod
 from typing import Any, ClassVar, Literal
 
@@ -10,20 +11,11 @@ from lightning_struct.data.in_memory import (
     BatchedTensorDataset,
     InMemoryDataModule,
     LabelledImages,
-    LoaderOptions,
     Splits,
     check_pixels,
     split_at_random,
 )
 from lightning_struct.utilities.checks import check, check_counts, is_number
-
-
-class FlatImagesOptions(LoaderOptions, total=False):
-    """Keyword arguments of :class:`FlatImagesDataModule` that its subclasses pass on."""
-
-    batch_size: int
-    val_fraction: float
-    train_fraction: float
 
 
 class FlatImagesDataModule(InMemoryDataModule):
@@ -35,8 +27,11 @@ class FlatImagesDataModule(InMemoryDataModule):
     code does.
 
     Args:
+        data_dir: directory with the official files.
         train_size: training images, those kept for validation included.
         test_size: test images.
+        generate: make the images instead of reading the official files, always the same ones.
+        synthetic: likewise, others for each ``seed``; nothing is read or downloaded.
         batch_size: training samples in a step, over all processes together.
         draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
         val_fraction: share of the training images that is kept for validation.
@@ -52,9 +47,12 @@ class FlatImagesDataModule(InMemoryDataModule):
 
     def __init__(
         self,
+        data_dir: str,
         train_size: int,
         test_size: int,
         *,
+        generate: bool = False,
+        synthetic: bool = False,
         batch_size: int = 50,
         draws: Literal["independent", "epoch"] = "epoch",
         val_fraction: float = 0.15,
@@ -66,6 +64,9 @@ class FlatImagesDataModule(InMemoryDataModule):
         is_share = is_number(train_fraction) and 0 < train_fraction <= 1
         check("train_fraction", train_fraction, is_share, "above 0 and at most 1")
         check_counts(train_size=train_size, test_size=test_size)
+        self.data_dir = os.path.expanduser(data_dir)
+        self.generate = generate
+        self.synthetic = synthetic
         self.train_size = train_size
         self.test_size = test_size
         self.val_fraction = val_fraction

@@ -1,6 +1,5 @@
 """IMDB: film reviews as numbered words, and whether they praise."""
 
-import os
 import re
 import tarfile
 from collections import Counter
@@ -9,24 +8,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_struct.data.files import (
-    SYNTHETIC_REMEDY,
-    DamagedFileError,
-    naming_file,
-    read_or_explain,
-    require_torchvision,
-)
-from lightning_struct.data.in_memory import (
-    BatchedTensorDataset,
-    InMemoryDataModule,
-    SamplingOptions,
-    Splits,
-    Unpack,
-    official_parts,
-)
+from lightning_struct.data.files import SYNTHETIC_REMEDY, DamagedFileError, naming_file, require_torchvision
+from lightning_struct.data.in_memory import BatchedTensorDataset, DownloadedDataModule, Splits, official_parts
 from lightning_struct.utilities.checks import check_counts, install_command, require
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
@@ -51,7 +36,7 @@ class Reviews(NamedTuple):
     labels: list[int]
 
 
-class IMDBDataModule(InMemoryDataModule):
+class IMDBDataModule(DownloadedDataModule):
     """IMDB: 20,000 / 5,000 / 25,000 film reviews for training, validation and test (Maas et al., 2011).
 
     Training and validation reviews are parts of the official training set, cut by a fixed seed; the test reviews are
@@ -79,10 +64,8 @@ class IMDBDataModule(InMemoryDataModule):
         test_size: test reviews.
         vocabulary_size: number of words at most, 0 and 1 included.
         max_length: words of a sample.
-        download: whether a missing archive may be downloaded (84 MB).
-        synthetic: procedurally made reviews of the same shapes instead of the files; nothing is read or downloaded, and
-            torchtext is not needed.
-        **loader: further options of the loaders, see :class:`InMemoryDataModule`.
+        **options: ``download`` (84 MB; not if there is an archive), ``synthetic``, which does not need torchtext, and
+            further options of the loaders, see :class:`InMemoryDataModule`.
 
     Attributes:
         vocabulary: the words by their numbers, after ``setup``.
@@ -100,6 +83,9 @@ class IMDBDataModule(InMemoryDataModule):
         (torch.Size([10, 200]), torch.Size([10]))
     """
 
+    title = "IMDB"
+    files = f"{DIRECTORY}/{{train,test}}/{{neg,pos}}/*.txt or {ARCHIVE}"
+
     def __init__(
         self,
         data_dir: str = "data",
@@ -112,37 +98,46 @@ class IMDBDataModule(InMemoryDataModule):
         test_size: int = 25_000,
         vocabulary_size: int = 20_000,
         max_length: int = 200,
-        download: bool = True,
-        synthetic: bool = False,
-        **loader: Unpack[SamplingOptions],
+        **options: Any,
     ) -> None:
-        super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
-        self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        check_counts(train_size=train_size, val_size=val_size, test_size=test_size, max_length=max_length)
+        super().__init__(
+            data_dir,
+            batch_size,
+            draws,
+            eval_batch_size=eval_batch_size,
+            train_size=train_size,
+            val_size=val_size,
+            test_size=test_size,
+            **options,
+        )
+        check_counts(max_length=max_length)
         check_counts(FEWEST_WORDS, vocabulary_size=vocabulary_size)
-        self.data_dir = os.path.expanduser(data_dir)
         self.vocabulary_size = vocabulary_size
         self.max_length = max_length
-        self.download = download
-        self.synthetic = synthetic
         self.vocabulary: list[str] = []
 
-    def prepare_data(self) -> None:
-        if self.synthetic:
-            return
-        import_torchtext()  # before anything is downloaded in vain
-        if self.download and find_files(self.data_dir) is None:
-            self._explaining(lambda: download_archive(self.data_dir), download=True)
+    @property
+    def has_directories(self) -> bool:
+        return (Path(self.data_dir) / DIRECTORY).is_dir()
 
-    def load_splits(self) -> Splits:
-        if self.synthetic:
-            rank_zero_info("IMDB: procedurally made reviews of the same shapes stand in for the real ones.")
-            sizes = tuple(self.sizes.values())
-            words, labels = synthetic_reviews(sum(sizes), self.max_length, self.vocabulary_size, seed=self.seed)
-            self.vocabulary = [*SPECIAL_WORDS, *(f"word{n}" for n in range(len(SPECIAL_WORDS), self.vocabulary_size))]
-            return Splits(*map(BatchedTensorDataset, words.split(sizes), labels.split(sizes)))
+    @property
+    def has_files(self) -> bool:
+        import_torchtext()  # before anything is downloaded in vain
+        return find_files(self.data_dir) is not None
+
+    def read(self, download: bool) -> dict[str, Reviews]:
+        if download:
+            download_archive(self.data_dir)
+        return read_reviews(self.data_dir)
+
+    def make_synthetic(self) -> Splits:
+        sizes = tuple(self.sizes.values())
+        words, labels = synthetic_reviews(sum(sizes), self.max_length, self.vocabulary_size, seed=self.seed)
+        self.vocabulary = [*SPECIAL_WORDS, *(f"word{n}" for n in range(len(SPECIAL_WORDS), self.vocabulary_size))]
+        return Splits(*map(BatchedTensorDataset, words.split(sizes), labels.split(sizes)))
+
+    def cut(self, official: dict[str, Reviews]) -> Splits:
         split, make_vocabulary = import_torchtext()
-        official = self._explaining(lambda: read_reviews(self.data_dir), download=False)
         available, available_test = (len(official[part].texts) for part in ("train", "test"))
         train, val, test = official_parts("IMDB", available, available_test, self.sizes)
         chosen = [(official["train"], train), (official["train"], val), (official["test"], test)]
@@ -163,18 +158,6 @@ class IMDBDataModule(InMemoryDataModule):
                 f"of the reviews here ({len(self.vocabulary)} words): give the data_dir, train_size, val_size, "
                 "vocabulary_size and synthetic of its run"
             )
-
-    def _explaining(self, read: Callable[[], Any], download: bool) -> Any:
-        files = f"{DIRECTORY}/{{train,test}}/{{neg,pos}}/*.txt or {ARCHIVE}"
-        is_unpacked = (Path(self.data_dir) / DIRECTORY).is_dir()
-        return read_or_explain(
-            "IMDB",
-            read,
-            data_dir=self.data_dir,
-            files=files,
-            download=None if is_unpacked else download,
-            prepares=self.download,
-        )
 
 
 def import_torchtext() -> tuple[Split, Callable[[Counter[str], int], list[str]]]:
@@ -235,8 +218,8 @@ def read_reviews(data_dir: str) -> dict[str, Reviews]:
 
     Raises:
         OSError: if there are no files, or a class has no reviews.
-        DamagedFileError: if the archive is not whole or has a path that leads out of it; if a review is no ordinary
-            file, has more than 1,000,000 bytes, or is not UTF-8.
+        DamagedFileError: if the archive is not whole, has a path that leads out of it, or a review that is no ordinary
+            file of at most 1,000,000 bytes; if a review is not UTF-8.
     """
     path = find_files(data_dir)
     if path is None:
@@ -258,13 +241,9 @@ def read_reviews(data_dir: str) -> dict[str, Reviews]:
 def _files(directory: Path, kinds: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, str, str]]:
     """Set, class, name and text of each review in a directory."""
     for part, name in kinds:
-        for path in (directory / part / name).glob("*.txt"):
-            if not path.is_file():
-                raise DamagedFileError(path, "is no ordinary file, but a directory or a link to nothing")
-            check_review_size(path, path.stat().st_size)
+        for path in filter(Path.is_file, (directory / part / name).glob("*.txt")):
             with naming_file(path):
-                text = path.read_text(encoding="utf-8")
-            yield part, name, path.name, text
+                yield part, name, path.name, path.read_text(encoding="utf-8")
 
 
 def _members(archive: Path) -> Iterator[tuple[str, str, str, str]]:
@@ -272,31 +251,15 @@ def _members(archive: Path) -> Iterator[tuple[str, str, str, str]]:
     review = re.compile(rf"(?:\./)?{DIRECTORY}/(train|test)/({'|'.join(CLASSES)})/([^/]+\.txt)")
     with naming_file(archive), tarfile.open(archive) as members:
         for member in members:
-            place = PurePosixPath(member.name)
+            match, place = review.fullmatch(member.name), PurePosixPath(member.name)
             if place.is_absolute() or ".." in place.parts:
                 raise DamagedFileError(archive, f"has the path {member.name}, which leads out of it")
-            match = review.fullmatch(member.name)
-            if not match:
+            if match is None:
                 continue
-            content = members.extractfile(member) if member.isfile() else None
+            content = members.extractfile(member) if member.isfile() and member.size <= MOST_BYTES else None
             if content is None:
-                raise DamagedFileError(archive, f"has {member.name} as a link or directory, not as an ordinary file")
-            check_review_size(archive, member.size, f" in {member.name}")
-            yield match[1], match[2], match[3], decode(archive, member.name, content.read())
-
-
-def check_review_size(path: Path, size: int, place: str = "") -> None:
-    """Raise ``DamagedFileError`` for a review of more bytes than any has, before they are read into memory."""
-    if size > MOST_BYTES:
-        raise DamagedFileError(path, f"has {size:,} bytes{place}; a review has at most {MOST_BYTES:,}")
-
-
-def decode(archive: Path, name: str, content: bytes) -> str:
-    """Decode a review of an archive from UTF-8, or raise ``DamagedFileError``."""
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DamagedFileError(archive, f"has {name}, which is not UTF-8: {error}") from error
+                raise DamagedFileError(archive, f"has {member.name} as a link, a directory or a huge file")
+            yield match[1], match[2], match[3], content.read().decode("utf-8")
 
 
 def synthetic_reviews(count: int, length: int, vocabulary_size: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:

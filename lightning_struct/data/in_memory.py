@@ -2,45 +2,22 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_struct.data.files import read_or_explain
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws, Samples, keep_batch
 from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.distributed import data_parallel_replicas
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-else:  # the command line would take the names from the TypedDict; defaults and help are with the base class
-
-    class Unpack:
-        """Stand-in for ``typing_extensions.Unpack``: at run time a keyword argument may be anything."""
-
-        def __class_getitem__(cls, options: type) -> Any:
-            return Any
-
-
 Batch = tuple[Tensor, ...]
 LabelledImages = tuple[Tensor, Tensor]  # images (n, ...), uint8 or floating dtype, and their labels (n,), int64
-
-
-class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of :class:`InMemoryDataModule` that have the same default in every data module."""
-
-    draws_per_epoch: int
-    seed: int
-    drop_last: bool
-
-
-class LoaderOptions(SamplingOptions, total=False):
-    """All keyword arguments of :class:`InMemoryDataModule` but ``batch_size``."""
-
-    draws: Literal["independent", "epoch"]
-    eval_batch_size: int
 
 
 class BatchedTensorDataset(TensorDataset):
@@ -70,19 +47,16 @@ class Splits(NamedTuple):
     test: BatchedTensorDataset
 
 
-def image_dataset(name: str, images: Tensor, labels: Tensor | None = None) -> BatchedTensorDataset:
-    """Checked samples of grey images.
+def image_dataset(name: str, images: Tensor, *labels: Tensor) -> BatchedTensorDataset:
+    """Samples of grey images, checked by :func:`check_pixels`, which raises for wrong ones.
 
     Args:
         name: name of the data set, for the error.
         images: (n, pixels), floating dtype, values in [0, 1].
-        labels: (n,), int64, or None.
-
-    Raises:
-        MisconfigurationException: for an empty set, and for pixels that are NaN or outside [0, 1].
+        *labels: (n,), int64, if there are any.
     """
     check_pixels(name, images)
-    return BatchedTensorDataset(images) if labels is None else BatchedTensorDataset(images, labels)
+    return BatchedTensorDataset(images, *labels)
 
 
 def check_pixels(name: str, images: Tensor) -> None:
@@ -210,6 +184,95 @@ class InMemoryDataModule(LightningDataModule, ABC):
         if self.splits is None:
             raise MisconfigurationException(f"Call setup() of {type(self).__name__} before asking for its loaders.")
         return self.splits
+
+
+class DownloadedDataModule(InMemoryDataModule):
+    """Base of data sets that are downloaded, or made procedurally: an official training and test part, cut into three.
+
+    Args:
+        data_dir: directory with the files.
+        batch_size: training samples in a step, over all processes together.
+        draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
+        eval_batch_size: validation, test and prediction samples at a time, per process.
+        train_size: training samples.
+        val_size: validation samples.
+        test_size: test samples.
+        download: whether missing files may be downloaded.
+        synthetic: procedurally made samples of the same shapes instead of the files; nothing is read or downloaded.
+        **loader: further options of the loaders, see :class:`InMemoryDataModule`.
+
+    Raises:
+        MisconfigurationException: if one of the sets would be empty.
+    """
+
+    title: ClassVar[str]
+    """Name of the data set in messages."""
+    files: ClassVar[str]
+    """What ``data_dir`` must hold, for errors."""
+
+    def __init__(
+        self,
+        data_dir: str,
+        batch_size: int,
+        draws: Literal["independent", "epoch"] = "independent",
+        *,
+        eval_batch_size: int = 1000,
+        train_size: int,
+        val_size: int,
+        test_size: int,
+        download: bool = True,
+        synthetic: bool = False,
+        **loader: Any,
+    ) -> None:
+        super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
+        check_counts(train_size=train_size, val_size=val_size, test_size=test_size)
+        self.data_dir = str(Path(data_dir).expanduser())
+        self.sizes = {"train": train_size, "val": val_size, "test": test_size}
+        self.download = download
+        self.synthetic = synthetic
+
+    @property
+    def has_directories(self) -> bool:
+        """Whether the samples are in directories that nobody can download: files in them are never to be deleted."""
+        return False
+
+    @property
+    @abstractmethod
+    def has_files(self) -> bool:
+        """Whether nothing needs to be downloaded."""
+
+    @abstractmethod
+    def read(self, download: bool) -> Any:
+        """The official training and test part, from files that are downloaded if that is allowed."""
+
+    @abstractmethod
+    def make_synthetic(self) -> Splits:
+        """The three sets, made procedurally from ``seed``."""
+
+    @abstractmethod
+    def cut(self, official: Any) -> Splits:
+        """The three sets from the two official parts."""
+
+    def prepare_data(self) -> None:
+        if self.download and not self.synthetic and not self.has_files:
+            self.read_or_explain(download=True)
+
+    def load_splits(self) -> Splits:
+        if self.synthetic:
+            rank_zero_info(f"{self.title}: procedurally made samples of the same shapes stand in for the real ones.")
+            return self.make_synthetic()
+        return self.cut(self.read_or_explain(download=False))
+
+    def read_or_explain(self, download: bool) -> Any:
+        """Both official parts, or the error that names the remedies."""
+        return read_or_explain(
+            self.title,
+            lambda: self.read(download),
+            data_dir=self.data_dir,
+            files=self.files,
+            download=None if self.has_directories else download,
+            prepares=self.download,
+        )
 
 
 def split_in_order(samples: LabelledImages, sizes: Sequence[int]) -> list[LabelledImages]:

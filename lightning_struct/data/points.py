@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_struct.data.equations import DifferentialEquation, check_equation
+from lightning_struct.data.equations import DifferentialEquation, Region, check_equation
 from lightning_struct.data.in_memory import BatchedTensorDataset
-from lightning_struct.data.regions import Region
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws, keep_batch, seeded_generator
 from lightning_struct.utilities import checks
 from lightning_struct.utilities.distributed import data_parallel_replicas
@@ -52,7 +51,7 @@ class PointDraws(IndependentDraws):
         ValueError: when points are drawn, for residuals that are NaN or infinite.
 
     Example:
-        >>> from lightning_struct.data.regions import Box
+        >>> from lightning_struct.data.equations import Box
         >>> line = {"interior": Box([0.0], [1.0])}
         >>> draws = PointDraws(line, {"interior": 3}, draws_per_epoch=10, redraw_every_n_steps=2)
         >>> first, second, third = (draws.draw(number)["interior"] for number in range(3))

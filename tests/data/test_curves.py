@@ -1,7 +1,9 @@
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_struct.data.curves import curve_path, generate_curves, render_curves
+from lightning_struct.data import CurvesDataModule
+from lightning_struct.data.curves import curve_path, generate_curves, render_curves, synthetic_digits
 
 
 def test_path_meets_its_three_points():
@@ -12,22 +14,10 @@ def test_path_meets_its_three_points():
     assert torch.allclose(path[:, [0, -1]], points[:, [0, 2]])
 
 
-def test_path_of_points_in_line_is_straight():
-    points = torch.tensor([[[2.0, 2.0], [10.0, 10.0], [25.0, 25.0]]])
-    path = curve_path(points)
-    assert torch.allclose(path[..., 0], path[..., 1], atol=1e-4)
-
-
 def test_stroke_is_bright_on_the_curve_and_dark_away_from_it():
     points = torch.tensor([[[4.0, 14.0], [14.0, 14.0], [24.0, 14.0]]])
     image = render_curves(points).view(28, 28)
     assert image[14, 5:24].min() > 0.95 and image[:10].max() < 1e-6 and image[18:].max() < 1e-6
-
-
-def test_stroke_edges_are_anti_aliased():
-    points = torch.tensor([[[4.0, 14.0], [14.0, 14.0], [24.0, 14.0]]])
-    edge = render_curves(points).view(28, 28)[13, 14]
-    assert 0.2 < edge < 0.8
 
 
 def test_columns_come_first_in_points():
@@ -56,9 +46,47 @@ def test_no_ink_is_cut_off_by_the_border():
     assert (border[:, [0, -1]].amax(dim=(1, 2)) > 0.9).float().mean() < 0.01
 
 
-@pytest.mark.parametrize(
-    ("count", "size", "message"), [(0, 28, "count must be"), (5, 5, "size must be greater than 5")]
-)
-def test_wrong_arguments_are_named(count, size, message):
-    with pytest.raises(ValueError, match=message):
-        generate_curves(count, size=size)
+def small_curves(**arguments):
+    datamodule = CurvesDataModule(**({"train_size": 40, "val_size": 12, "test_size": 7} | arguments))
+    datamodule.setup("fit")
+    return datamodule
+
+
+def test_default_sizes_are_those_of_table_1():
+    datamodule = CurvesDataModule()
+    assert datamodule.sizes == (20_000, 2_000, 8_000) and datamodule.batch_size == 250
+
+
+def test_sets_are_float32_images_of_the_asked_sizes():
+    shapes = [(split.tensors[0].shape, split.tensors[0].dtype) for split in small_curves().splits]
+    assert shapes == [((count, 784), torch.float32) for count in (40, 12, 7)]
+
+
+def test_images_do_not_depend_on_the_seed_of_the_draws():
+    first, second = small_curves(seed=0), small_curves(seed=1)
+    assert torch.equal(first.splits.train.tensors[0], second.splits.train.tensors[0])
+
+
+def test_sets_are_made_once():
+    datamodule = small_curves()
+    train = datamodule.splits.train
+    datamodule.setup("test")
+    assert datamodule.splits.train is train
+
+
+def test_real_files_are_not_promised():
+    with pytest.raises(MisconfigurationException, match="always made procedurally"):
+        CurvesDataModule(synthetic=False)
+
+
+def test_shapes_and_ranges_are_those_of_flat_labelled_images():
+    images, labels = synthetic_digits(50, 16)
+    assert images.shape == (50, 256) and images.dtype == torch.float32 and 0 <= images.min() and images.max() <= 1
+    assert labels.shape == (50,) and labels.dtype == torch.int64 and set(labels.tolist()) <= set(range(10))
+
+
+def test_figures_of_one_sample_are_recognised_in_another():
+    images, labels = synthetic_digits(600, 16, seed=1)
+    others, other_labels = synthetic_digits(200, 16, seed=2)
+    nearest = labels[torch.cdist(others, images).argmin(dim=1)]
+    assert (nearest == other_labels).float().mean() > 0.9

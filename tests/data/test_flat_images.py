@@ -6,7 +6,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.data import RectanglesDataModule
 from lightning_struct.data.flat_images import as_float, mean_and_std
-from lightning_struct.data.rectangles import generate_rectangles
+from lightning_struct.data.larochelle import generate_rectangles
 
 
 def loaded(**options):

@@ -196,12 +196,10 @@ REVIEW = "aclImdb/train/pos/0_7.txt"
 @pytest.mark.parametrize(
     ("entry", "problem"),
     [
-        ({"name": REVIEW, "type": tarfile.SYMTYPE, "linkname": "nowhere.txt"}, f"{REVIEW} as a link or directory"),
-        ({"name": REVIEW, "type": tarfile.SYMTYPE, "linkname": "0_7.txt"}, "as a link"),  # to itself
+        ({"name": REVIEW, "type": tarfile.SYMTYPE, "linkname": "nowhere.txt"}, f"{REVIEW} as a link"),
         ({"name": REVIEW, "type": tarfile.LNKTYPE, "linkname": "/etc/passwd"}, "as a link"),
         ({"name": "/" + REVIEW, "content": b"good"}, f"the path /{REVIEW}, which leads out of it"),
         ({"name": "aclImdb/../../x.txt", "content": b"good"}, "which leads out of it"),
-        ({"name": REVIEW, "content": b"\xff"}, f"{REVIEW}, which is not UTF-8"),
     ],
 )
 def test_entries_of_an_archive_that_are_no_reviews_are_refused(tmp_path, entry, problem):
@@ -215,15 +213,7 @@ def test_an_enormous_review_of_an_archive_is_refused_before_it_is_read(tmp_path)
         entry.size = 600_000_000
         archive.write(entry.tobuf())
         archive.write(b"a" * 10_000)
-    with pytest.raises(DamagedFileError, match=f"has 600,000,000 bytes in {REVIEW}; a review has at most 1,000,000"):
-        read_reviews(str(tmp_path))
-
-
-def test_an_enormous_review_of_a_directory_is_refused_before_it_is_read(tmp_path):
-    write_directory(tmp_path)
-    with (tmp_path / REVIEW).open("wb") as file:
-        file.truncate(600_000_000)  # takes no place on the disk
-    with pytest.raises(DamagedFileError, match="0_7.txt has 600,000,000 bytes; a review has at most 1,000,000"):
+    with pytest.raises(DamagedFileError, match=f"has {REVIEW} as a link, a directory or a huge file"):
         read_reviews(str(tmp_path))
 
 
@@ -234,18 +224,6 @@ def test_a_damaged_review_of_a_directory_is_not_to_be_deleted(tmp_path, torchtex
     with pytest.raises(MisconfigurationException, match=f"put a whole copy in place of {path}") as error:
         IMDBDataModule(str(tmp_path)).setup("fit")
     assert "download" not in str(error.value)
-
-
-def test_a_link_to_nothing_in_a_directory_is_refused(tmp_path):
-    write_directory(tmp_path)
-    (tmp_path / REVIEW).symlink_to("nowhere")
-    with pytest.raises(DamagedFileError, match="0_7.txt is no ordinary file"):
-        read_reviews(str(tmp_path))
-
-
-def test_missing_torchvision_names_the_extra_where_a_download_needs_it(tmp_path, torchtext, no_torchvision):
-    with pytest.raises(MisconfigurationException, match=r"download of IMDB needs torchvision(.|\n)*\[recipes\]"):
-        IMDBDataModule(str(tmp_path), download=True).prepare_data()
 
 
 def test_class_without_reviews_is_refused(tmp_path):
@@ -262,25 +240,13 @@ def test_empty_sets_and_samples_are_refused(name):
         IMDBDataModule(**{name: 0})
 
 
-@pytest.mark.parametrize("name", ["train_size", "max_length", "vocabulary_size"])
-@pytest.mark.parametrize("value", [20.5, None])
-def test_numbers_that_are_not_whole_are_refused_by_name(name, value):
-    with pytest.raises(MisconfigurationException, match=f"{name} must be a whole number >= [0-9]+, but is {value}"):
-        IMDBDataModule(**{name: value})
-
-
 def test_synthetic_sets_have_the_same_shapes_and_need_neither_files_nor_torchtext(
     tmp_path, no_network, no_torchtext, caplog
 ):
     with caplog.at_level("INFO"):
         splits = prepared(IMDBDataModule(str(tmp_path / "nowhere"), synthetic=True, max_length=9, **SIZES)).splits
     assert [split.tensors[0].shape for split in splits] == [(6, 9), (4, 9), (4, 9)]
-    assert "IMDB: procedurally made reviews" in caplog.text
-
-
-def test_synthetic_reviews_repeat_with_the_seed():
-    (words, labels), (again, labels_again) = (synthetic_reviews(20, 16, 50, seed=4) for _ in range(2))
-    assert torch.equal(words, again) and torch.equal(labels, labels_again)
+    assert "IMDB: procedurally made samples" in caplog.text
 
 
 @pytest.mark.parametrize("vocabulary_size", [10, 20_000])
@@ -299,13 +265,8 @@ def test_opinions_of_synthetic_reviews_tell_their_label():
     assert (praise > blame).eq(labels).float().mean() > 0.9
 
 
-def test_checkpoint_of_the_same_vocabulary_is_taken():
-    saved = prepared(IMDBDataModule(synthetic=True, vocabulary_size=30, **SIZES)).state_dict()
-    assert len(saved["vocabulary"]) == 30
-    prepared(IMDBDataModule(synthetic=True, vocabulary_size=30, seed=1, **SIZES)).load_state_dict(saved)
-
-
 def test_checkpoint_of_another_vocabulary_is_refused():
     saved = prepared(IMDBDataModule(synthetic=True, vocabulary_size=30, **SIZES)).state_dict()
+    prepared(IMDBDataModule(synthetic=True, vocabulary_size=30, seed=1, **SIZES)).load_state_dict(saved)
     with pytest.raises(MisconfigurationException, match=r"another vocabulary \(30 words\).*\(20 words\)"):
         prepared(IMDBDataModule(synthetic=True, vocabulary_size=20, **SIZES)).load_state_dict(saved)

@@ -4,8 +4,16 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_struct.data import MNISTVariantDataModule
-from lightning_struct.data.mnist_variants import FILES, picture_patches, rotate, uniform_noise, vary_digits
+from lightning_struct.data import MNISTVariantDataModule, RectanglesDataModule
+from lightning_struct.data.larochelle import (
+    FILES,
+    generate_rectangles,
+    picture_patches,
+    read_amat,
+    rotate,
+    uniform_noise,
+    vary_digits,
+)
 from tests.data.official import write_mnist
 
 VARIANTS = list(FILES)
@@ -44,7 +52,7 @@ def test_official_files_are_read(tmp_path, variant):
 
 
 def test_file_of_noise_has_training_images_first(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_struct.data.mnist_variants.TRAIN_SIZE", 20)
+    monkeypatch.setattr("lightning_struct.data.larochelle.TRAIN_SIZE", 20)
     write_amat(tmp_path / "mnist_noise_variations_all_3.amat", [number % 5 for number in range(20)] + [9] * 8)
     splits = prepared(variant="noise", noise_file=3, data_dir=str(tmp_path))
     assert splits.test.tensors[1].tolist() == [9] * 8 and splits.train.tensors[1].max() < 5
@@ -147,7 +155,96 @@ def test_of_digit_and_ground_the_brighter_is_seen():
     assert torch.equal(varied, torch.maximum(digits, ground)) and varied.std() > 0.1
 
 
-def test_same_seed_gives_the_same_images():
-    digits = torch.rand(5, 784, generator=generator())
-    first, again, other = (vary_digits(digits, "background_rotation", seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(first, again) and not torch.equal(first, other)
+def prepared_rectangles(**options):
+    data = RectanglesDataModule(train_size=20, test_size=8, **options)
+    data.setup("fit")
+    return data.splits
+
+
+@pytest.fixture(scope="module")
+def rectangles():
+    images, labels = generate_rectangles(500)
+    return images.view(-1, 28, 28), labels
+
+
+def sides(images):
+    """Heights and widths of what is white."""
+    return [images.any(dim=axis).sum(dim=1) for axis in (2, 1)]
+
+
+def test_label_says_which_side_is_longer(rectangles):
+    images, labels = rectangles
+    height, width = sides(images)
+    assert torch.equal(labels, (width > height).long()) and 0.4 < labels.float().mean() < 0.6
+
+
+def test_sides_differ_by_three_pixels_at_least(rectangles):
+    height, width = sides(rectangles[0])
+    assert (height - width).abs().min() == 3
+
+
+def test_images_are_outlines_one_pixel_thick(rectangles):
+    images = rectangles[0]
+    height, width = sides(images)
+    thick = (height > 1) & (width > 1)
+    assert torch.equal(images.sum(dim=(1, 2))[thick].long(), (2 * (height + width) - 4)[thick])
+    assert torch.equal(images.sum(dim=(1, 2))[~thick].long(), (height * width)[~thick])
+
+
+def test_generated_images_do_not_depend_on_the_seed_and_synthetic_ones_do():
+    def labels(**options):
+        return prepared_rectangles(**options).test.tensors[1].tolist()
+
+    assert labels(generate=True, seed=1) == labels(generate=True, seed=2)
+    assert labels(synthetic=True, seed=1) != labels(synthetic=True, seed=2)
+
+
+def test_official_files_of_rectangles_are_read(tmp_path):
+    for part, count, start in (("train", 20, 0), ("test", 8, 20)):
+        lines = [f"{(start + number) / 100} {'0 ' * 783}{number % 2}" for number in range(count)]
+        (tmp_path / f"rectangles_{part}.amat").write_text("\n".join(lines))
+    splits = prepared_rectangles(data_dir=str(tmp_path))
+    assert [len(part) for part in splits] == [17, 3, 8]
+    assert splits.test.tensors[0][:, 0].min() > splits.train.tensors[0][:, 0].max()
+
+
+def test_missing_files_of_rectangles_are_an_error_that_names_the_remedies(tmp_path):
+    with pytest.raises(MisconfigurationException) as error:
+        prepared_rectangles(data_dir=str(tmp_path))
+    for remedy in ("rectangles_train.amat and rectangles_test.amat of https", "--data.generate", "--data.synthetic"):
+        assert remedy in str(error.value)
+    assert "download" not in str(error.value)
+
+
+def write_text(directory, text):
+    path = directory / "some.amat"
+    path.write_text(text)
+    return path
+
+
+def test_lines_are_pixels_and_a_label(tmp_path):
+    path = write_text(tmp_path, "0.0 0.25 1 2.0\n 1e-3 0.5 0 0.0\n")
+    images, labels = read_amat(path, pixels=3, classes=3)
+    assert torch.equal(images, torch.tensor([[0.0, 0.25, 1.0], [1e-3, 0.5, 0.0]])) and images.dtype == torch.float32
+    assert labels.tolist() == [2, 0] and labels.dtype == torch.int64
+
+
+def test_comments_at_the_head_are_passed_over(tmp_path):
+    path = write_text(tmp_path, "#size: 1 3\n#sizes: 2 1 0\n0.5 1 1\n")
+    assert read_amat(path, pixels=2, classes=2)[0].tolist() == [[0.5, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has 0 numbers"),
+        ("0.5 1 1\n0.5 1\n", "has 5 numbers, not lines of 2 pixels and a label"),
+        ("0.5 1 1\n<html> 1 1\n", "some.amat has more than numbers"),
+        ("0.5 1 1\n1 0.5 0.25\n", "some.amat gives sample 1 .* the label 0.25, not one of 0 to 1"),
+        ("0.5 1 2\n", "some.amat gives sample 0 .* the label 2, not one of 0 to 1"),
+        ("0.5 1 nan\n", "the label nan"),
+    ],
+)
+def test_damaged_file_is_refused(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        read_amat(write_text(tmp_path, text), pixels=2, classes=2)

@@ -311,8 +311,17 @@ class HankelLike(ToeplitzLike):
         self.H.copy_(self.H.flip(0))
 
 
+class _NodesInFullPrecision:
+    """What prepared matrices with nodes have in common."""
+
+    keeps_precision: ClassVar[bool] = True
+
+    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
+        return m * n <= LARGEST_PREPARED_MATRIX
+
+
 @dataclass(frozen=True)
-class VandermondeFactors:
+class VandermondeFactors(_NodesInFullPrecision):
     """A Vandermonde-like matrix by its nodes and generators: a ``PreparedMatrix``.
 
     Args:
@@ -325,17 +334,12 @@ class VandermondeFactors:
     G: Tensor
     H: Tensor
 
-    keeps_precision: ClassVar[bool] = True
-
-    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return m * n <= LARGEST_PREPARED_MATRIX
-
     def matmul(self, x: Tensor) -> Tensor:
         return vandermonde_like_matmul(self.nodes, self.G, self.H, x).to(x.dtype)
 
 
 @dataclass(frozen=True)
-class CauchyFactors:
+class CauchyFactors(_NodesInFullPrecision):
     """A Cauchy-like matrix by its nodes and generators: a ``PreparedMatrix``.
 
     Args:
@@ -349,11 +353,6 @@ class CauchyFactors:
     column_nodes: Tensor
     G: Tensor
     H: Tensor
-
-    keeps_precision: ClassVar[bool] = True
-
-    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return m * n <= LARGEST_PREPARED_MATRIX
 
     def matmul(self, x: Tensor) -> Tensor:
         y = cauchy_like_matmul(self.row_nodes, self.column_nodes, self.G, self.H, x, check_nodes=False)

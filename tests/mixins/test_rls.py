@@ -134,24 +134,18 @@ class Derived(Own):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_subclass_may_extend_a_training_step_that_has_the_mixin(tmp_path):
-    module, derived = Own(), Derived()
-    fit(module, tmp_path)
-    fit(derived, tmp_path)
-    assert derived.steps == module.steps
-    assert torch.equal(weights(derived), weights(module))
-
-
 class WithoutIndex(RLSOptimization, AutomaticNetwork):
     def training_step(self, batch):
         return super().training_step(batch, 0)
 
 
-def test_a_training_step_may_leave_out_the_index_of_the_batch(tmp_path):
-    module, without = ManualNetwork(), WithoutIndex()
+@pytest.mark.parametrize(("base", "derived"), [(Own, Derived), (ManualNetwork, WithoutIndex)])
+def test_a_training_step_may_be_extended_below_the_mixin_and_leave_out_the_index(base, derived, tmp_path):
+    module, other = base(), derived()
     fit(module, tmp_path)
-    fit(without, tmp_path)
-    torch.testing.assert_close(weights(without), weights(module), rtol=0, atol=1e-5)
+    fit(other, tmp_path)
+    assert getattr(module, "steps", None) == getattr(other, "steps", None)
+    torch.testing.assert_close(weights(other), weights(module), rtol=0, atol=1e-5)
 
 
 def test_hooks_of_the_module_behind_the_mixin_are_called(tmp_path):
@@ -191,33 +185,25 @@ class Rates(L.Callback):
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("name", list(schedulers()))
-def test_schedulers_step_as_in_automatic_optimization(name, tmp_path):
-    of_networks = []
-    for network in (AutomaticNetwork, ManualNetwork):
-        rates = Rates()
-        fit(network(scheduler=schedulers()[name]), tmp_path, callbacks=[rates], max_epochs=3)
-        of_networks.append(rates.rates)
-    assert of_networks[0] == of_networks[1]
-    assert len(set(of_networks[0])) > 1
-
-
 class SkipsTheLast(AutomaticNetwork):
     def training_step(self, batch, batch_idx):
         return None if self.trainer.is_last_batch else super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("name", list(schedulers()))
-def test_schedulers_step_where_a_batch_is_skipped(name, tmp_path):
-    class Manual(RLSOptimization, SkipsTheLast):
-        pass
+class ManualSkipsTheLast(RLSOptimization, SkipsTheLast):
+    pass
 
+
+@pytest.mark.parametrize("networks", [(AutomaticNetwork, ManualNetwork), (SkipsTheLast, ManualSkipsTheLast)])
+@pytest.mark.parametrize("name", list(schedulers()))
+def test_schedulers_step_as_in_automatic_optimization(name, networks, tmp_path):
     of_networks = []
-    for network in (SkipsTheLast, Manual):
+    for network in networks:
         rates = Rates()
-        fit(network(scheduler=schedulers()[name]), tmp_path, callbacks=[rates], max_epochs=3)
+        fit(network(scheduler=schedulers()[name]), tmp_path, callbacks=[rates], max_epochs=2, limit_val_batches=0)
         of_networks.append(rates.rates)
     assert of_networks[0] == of_networks[1]
+    assert len(set(of_networks[0])) > 1
 
 
 def test_reduction_on_a_plateau_works_in_automatic_and_is_refused_in_manual_optimization(tmp_path):

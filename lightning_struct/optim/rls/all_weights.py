@@ -38,7 +38,22 @@ def mean_inputs(weights: Iterable[TrainedWeight], states: States) -> dict[Traine
     Raises:
         ValueError: there is a gradient, but nothing was read.
     """
-    return {weight: weight.statistics.mean() for weight in weights if _takes_part(weight, states)}
+    means = {}
+    for weight in weights:
+        gradients = [parameter.grad for parameter in weight.parameters if parameter.grad is not None]
+        if gradients and weight.statistics.total is not None:
+            means[weight] = weight.statistics.mean()
+            continue
+        # Gradients may be filled with zeros without a call, and Lightning's SWA steps once without a backward pass.
+        if any(gradient.any() for gradient in gradients) and not all(map(is_of_last_step, gradients)):
+            raise ValueError(
+                f"RLS step {_coming_step([weight], states)}: {weight.name} has a gradient, but its layer was not seen "
+                "to read anything since the last step. Either its weight is used without calling the layer, or the "
+                "gradient does not come from backward(), but from torch.autograd.grad or torch.func, or a compiled "
+                "module was called before RLS was made, or the hooks were removed: call the layer, call backward(), "
+                "make RLS first, or exclude the layer"
+            )
+    return means
 
 
 def is_of_last_step(gradient: Tensor) -> bool:
@@ -50,22 +65,6 @@ def mark_as_stepped(gradients: Iterable[Tensor]) -> None:
     """Let :func:`is_of_last_step` hold of these gradients."""
     for gradient in gradients:
         setattr(gradient, _STEPPED, gradient._version)
-
-
-def _takes_part(weight: TrainedWeight, states: States) -> bool:
-    gradients = [parameter.grad for parameter in weight.parameters if parameter.grad is not None]
-    if not gradients or weight.statistics.total is not None:
-        return bool(gradients)
-    if not any(gradient.any() for gradient in gradients):  # filled with zeros, and nobody called it
-        return False
-    if all(is_of_last_step(gradient) for gradient in gradients):  # Lightning's SWA steps once without a backward pass
-        return False
-    raise ValueError(
-        f"RLS step {_coming_step([weight], states)}: {weight.name} has a gradient, but its layer was not seen to read "
-        "anything since the last step. Either its weight is used without calling the layer, or the gradient does not "
-        "come from backward(), but from torch.autograd.grad or torch.func, or a compiled module was called before RLS "
-        "was made, or the hooks were removed: call the layer, call backward(), make RLS first, or exclude the layer"
-    )
 
 
 def check_finite(module: nn.Module, norms: StepNorms, means: Mapping[TrainedWeight, Tensor], states: States) -> None:
@@ -82,18 +81,14 @@ def check_finite(module: nn.Module, norms: StepNorms, means: Mapping[TrainedWeig
     """
     if norms.is_finite():
         return
-    wrong = ", ".join(_not_finite(module, means)) or "the norm of the gradients"
-    raise NotFinite(
-        f"RLS step {_coming_step(means, states)}: NaN or infinity in {wrong}; no weight and no P was changed. Look "
-        "at the loss and the data of this batch; lower lr, and where max_gain is None set max_grad_norm"
-    )
-
-
-def _not_finite(module: nn.Module, means: Mapping[TrainedWeight, Tensor]) -> list[str]:
-    """Where NaN or infinity is: in the gradients of which parameters, and in the mean inputs x̄ of which weights."""
     names = {parameter: plain_name(name) for name, parameter in module.named_parameters()}
     wrong = [f"the gradient of {n}" for p, n in names.items() if p.grad is not None and not p.grad.isfinite().all()]
-    return wrong + [f"the inputs of {weight.name}" for weight, mean in means.items() if not mean.isfinite().all()]
+    wrong += [f"the inputs of {weight.name}" for weight, mean in means.items() if not mean.isfinite().all()]
+    raise NotFinite(
+        f"RLS step {_coming_step(means, states)}: NaN or infinity in {', '.join(wrong) or 'the norm of the gradients'};"
+        " no weight and no P was changed. Look at the loss and the data of this batch; lower lr, and where max_gain is "
+        "None set max_grad_norm"
+    )
 
 
 def _coming_step(weights: Iterable[TrainedWeight], states: States) -> int:
@@ -182,37 +177,32 @@ def step_norms(parameters: Iterable[nn.Parameter], means: Mapping[TrainedWeight,
         means: x̄ of the weights that the step changes.
     """
     of_weights = (parameter for weight in means for parameter in weight.parameters)
-    gradients = {p: _entries(p.grad) for p in (*parameters, *of_weights) if p.grad is not None}
+    # The auxiliary optimizer may train an embedding with sparse gradients.
+    gradients = {
+        p: p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+        for p in (*parameters, *of_weights)
+        if p.grad is not None
+    }
     parts = {weight: weight.theta_parts() for weight in means}
     tensors = [*gradients.values(), *means.values(), *(part for those in parts.values() for part in those)]
-    norms = iter(_norms(tensors))
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for place, tensor in enumerate(tensors):
+        alike[tensor.device, tensor.dtype].append(place)
+    of_alike = []
+    for (_, dtype), places in alike.items():
+        precision = torch.float32 if dtype.itemsize < 4 else None
+        of_alike.append(torch.stack(norms_of_each([tensors[place] for place in places], precision)))
+    if not of_alike:
+        return StepNorms({}, {}, {})
+    widest = max((those.dtype for those in of_alike), key=lambda dtype: dtype.itemsize)
+    numbers = torch.cat([those.to(of_alike[0].device, widest) for those in of_alike]).tolist()
+    of_place = dict(zip((place for places in alike.values() for place in places), numbers, strict=True))
+    norms = iter(of_place[place] for place in range(len(tensors)))
     return StepNorms(
         {parameter: next(norms) for parameter in gradients},
         {weight: next(norms) for weight in means},
         {weight: math.hypot(*(next(norms) for _ in those)) for weight, those in parts.items()},
     )
-
-
-def _entries(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient, which is sparse where the auxiliary optimizer trains an embedding with such ones."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _norms(tensors: Sequence[Tensor]) -> list[float]:
-    """The Euclidean norm of each tensor."""
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for place, tensor in enumerate(tensors):
-        alike[tensor.device, tensor.dtype].append(place)
-    norms = []
-    for (_, dtype), places in alike.items():
-        of_kind = norms_of_each([tensors[place] for place in places], torch.float32 if dtype.itemsize < 4 else None)
-        norms.append(torch.stack(of_kind))
-    if not norms:
-        return []
-    widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
-    numbers = torch.cat([norm.to(norms[0].device, widest) for norm in norms]).tolist()
-    places = [place for those in alike.values() for place in those]
-    return [number for _, number in sorted(zip(places, numbers, strict=True))]
 
 
 def check_states(states: Mapping[str, Mapping[str, Any]], weights: Sequence[TrainedWeight]) -> None:

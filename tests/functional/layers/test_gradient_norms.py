@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
-import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -53,39 +51,6 @@ def measured(module: nn.Module, inputs: Tensor) -> Tensor:
     with per_sample_gradient_norms(module) as norms:
         loss_of(module(inputs)).backward()
     return norms.squared_norms
-
-
-# 3 x 4 and 4 x 2 weights: the Gram matrices are the smaller way for up to 2 positions, the product for more than 3.
-@pytest.mark.parametrize("leading", [(5,), (5, 1), (5, 2), (5, 3), (5, 7), (5, 2, 3), (1,), (1, 4)], ids=str)
-def test_squared_norms_are_those_of_per_sample_autograd(leading: tuple[int, ...]) -> None:
-    module, inputs = network(), gaussian(*leading, 3, seed=1)
-    expected = per_sample_gradients(module, inputs).square().sum(1)
-    torch.testing.assert_close(measured(module, inputs), expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("positions", [1, 2, 7])
-@pytest.mark.parametrize(
-    "frozen", [["0.weight"], ["0.bias"], ["2.weight"], ["2.bias"], ["0.weight", "0.bias"]], ids=str
-)
-def test_frozen_parameters_are_not_counted(frozen: list[str], positions: int) -> None:
-    module, inputs = network(), gaussian(5, positions, 3, seed=1)
-    for name in frozen:
-        module.get_parameter(name).requires_grad_(False)
-    expected = per_sample_gradients(module, inputs).square().sum(1)
-    torch.testing.assert_close(measured(module, inputs), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_layers_may_have_no_bias() -> None:
-    module, inputs = network(bias=False), gaussian(5, 3, seed=1)
-    expected = per_sample_gradients(module, inputs).square().sum(1)
-    torch.testing.assert_close(measured(module, inputs), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_the_share_in_a_mean_loss_is_scaled_by_its_weight() -> None:
-    module, inputs = network(), gaussian(5, 3, seed=1)
-    with per_sample_gradient_norms(module) as norms:
-        (loss_of(module(inputs)) / 5).backward()
-    torch.testing.assert_close(25 * norms.squared_norms, measured(module, inputs), rtol=1e-12, atol=0)
 
 
 def test_gradients_are_those_of_an_ordinary_backward_pass() -> None:
@@ -163,23 +128,6 @@ def test_reading_before_a_backward_pass_is_an_error() -> None:
         module(gaussian(5, 3, seed=1))
     with pytest.raises(RuntimeError, match="backward pass"):
         _ = norms.squared_norms
-
-
-def test_a_frozen_layer_of_another_kind_is_allowed() -> None:
-    module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
-    module[1].requires_grad_(False)
-    inputs = gaussian(5, 3, seed=1)
-    expected = per_sample_gradients(module, inputs).square().sum(1)
-    torch.testing.assert_close(measured(module, inputs), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_all_uses_of_tied_weights_and_of_a_layer_called_twice_are_summed() -> None:
-    layer, other = nn.Linear(3, 3), nn.Linear(3, 3)
-    other.weight = layer.weight
-    module = nn.Sequential(layer, nn.Tanh(), other, nn.Tanh(), layer).double()
-    inputs = gaussian(5, 2, 3, seed=1)
-    expected = per_sample_gradients(module, inputs).square().sum(1)
-    torch.testing.assert_close(measured(module, inputs), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_the_samples_of_a_second_backward_pass_follow_those_of_the_first() -> None:
@@ -262,7 +210,49 @@ def parametrized() -> nn.Module:
     return nn.Sequential(convolution, nn.Flatten(), nn.Tanh(), parametrizations.orthogonal(nn.Linear(9, 2)))
 
 
+class TiedHead(nn.Module):
+    """As BERT's: the bias of its decoder is also its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.Linear(3, 2)
+        self.bias = self.decoder.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x)
+
+
+def frozen(*names: str) -> nn.Module:
+    module = network()
+    for name in names:
+        module.get_parameter(name).requires_grad_(False)
+    return module
+
+
+def with_a_frozen_normalization() -> nn.Module:
+    module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    module[1].requires_grad_(False)
+    return module
+
+
+def tied_and_called_twice() -> nn.Module:
+    layer, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    other.weight = layer.weight
+    return nn.Sequential(layer, nn.Tanh(), other, nn.Tanh(), layer)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    # 3 x 4 and 4 x 2 weights: the Gram matrices are the smaller way for up to 2 positions, the product for more than 3.
+    **{str(n): (network, gaussian(*n, 3, seed=1)) for n in ((5,), (5, 1), (5, 2), (5, 3), (5, 2, 3), (1,))},
+    "no bias": (lambda: network(bias=False), gaussian(5, 3, seed=1)),
+    **{
+        f"frozen {' and '.join(names)}": (lambda names=names: frozen(*names), gaussian(5, positions, 3, seed=1))
+        for names, positions in ((["0.weight"], 1), (["0.bias"], 2), (["2.weight"], 7), (["0.weight", "0.bias"], 7))
+    },
+    "frozen normalization": (with_a_frozen_normalization, gaussian(5, 3, seed=1)),
+    "tied": (tied_and_called_twice, gaussian(5, 2, 3, seed=1)),
+    "tied head": (TiedHead, gaussian(5, 3, seed=1)),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2)), gaussian(5, 3, seed=1)),
     "language model": (LanguageModel, torch.randint(0, 7, (5, 6), generator=torch.Generator().manual_seed(1))),
     "convolutional": (convolutional, gaussian(5, 2, 6, 6, seed=1)),
     "cells": (Unrolled, gaussian(5, 3, 3, seed=1)),
@@ -281,23 +271,18 @@ def model(name: str) -> tuple[nn.Module, Tensor]:
 
 @pytest.mark.filterwarnings("ignore:these layers have no rule")
 @pytest.mark.parametrize("name", list(MODELS))
-def test_squared_norms_of_whole_models(name: str) -> None:
-    module, inputs = model(name)
-    expected = per_sample_gradients(module, inputs).square().sum(1)
-    torch.testing.assert_close(measured(module, inputs), expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore:these layers have no rule")
-@pytest.mark.parametrize("name", list(MODELS))
-def test_what_was_measured_adds_up_to_the_gradient(name: str) -> None:
+def test_squared_norms_are_those_of_per_sample_autograd_and_the_shares_add_up_to_the_gradient(name: str) -> None:
     module, inputs = model(name)
     with GradientNormRecorder(module, check=True) as recorder:
         loss_of(module(inputs)).backward()
+    total = sum(norms.squared_norms[0] for norms in recorder.results())
     sums = recorder.checksums()
-    assert list(sums) == [parameter for parameter, _ in module.named_parameters()]
+    assert list(sums) == [parameter for parameter, p in module.named_parameters() if p.requires_grad]
     assert all(of_parameter.relative_error <= 1e-12 for of_parameter in sums.values())
     recorder.verify()
     assert not recorder.uncovered
+    expected = per_sample_gradients(module, inputs).square().sum(1)
+    torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:these layers have no rule")
@@ -364,18 +349,12 @@ def test_a_layer_that_is_pruned_later_is_measured() -> None:
     assert torch.allclose(sum(measured.values()), gradients.square().sum(1)) and len(measured) == 4
 
 
-def test_parameters_that_get_their_shape_in_the_first_forward_pass_are_measured() -> None:
-    module = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2)).double()
-    with GradientNormRecorder(module, check=True) as recorder:
-        loss_of(module(gaussian(5, 3, seed=1))).backward()
-    recorder.verify()
-    assert [norms.name for norms in recorder.results()] == ["0.weight", "0.bias", "2.weight", "2.bias"]
-
-
 @pytest.mark.parametrize("name", ["convolutional", "transformer"])
 def test_under_autocast_the_shares_add_up_to_the_gradient_but_for_its_rounding(name: str) -> None:
     module, inputs = model(name)
     module, inputs = module.float(), inputs.float()
+    if name == "transformer":  # whose masks of the forward pass are repeated
+        module.self_attn.dropout = module.dropout.p = 0.5
     with GradientNormRecorder(module, check=True) as recorder:
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(module(inputs).float())
@@ -406,15 +385,6 @@ def test_gradients_in_the_inputs_are_not_counted() -> None:
         loss.backward()
     expected = per_sample_gradients(module, inputs.detach()).square().sum(1)
     torch.testing.assert_close(norms.squared_norms, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_dropout_inside_attention_and_recurrent_layers_is_that_of_the_forward_pass() -> None:
-    torch.manual_seed(0)
-    module = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.5, batch_first=True).double()
-    with GradientNormRecorder(module, check=True) as recorder:
-        loss_of(module(gaussian(5, 3, 4, seed=1))).backward()
-    recorder.verify()
-    assert not recorder.uncovered
 
 
 # --- the recorder: what cannot be measured ---------------------------------------------------------------------------
@@ -535,29 +505,6 @@ def test_nobody_is_asked_to_declare_a_structured_layer() -> None:
         loss_of(module(inputs)).backward()
 
 
-class TiedHead(nn.Module):
-    """As BERT's: the bias of its decoder is also its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder = nn.Linear(3, 2)
-        self.bias = self.decoder.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(x)
-
-
-def test_a_weight_that_a_layer_shares_with_the_layer_above_it_is_measured_once() -> None:
-    module, inputs = TiedHead().double(), gaussian(5, 3, seed=1)
-    expected = per_sample_gradients(module, inputs).square().sum(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with GradientNormRecorder(module, check=True) as recorder:
-            loss_of(module(inputs)).backward()
-    recorder.verify()
-    torch.testing.assert_close(sum(norms.squared_norms[0] for norms in recorder.results()), expected)
-
-
 @pytest.mark.filterwarnings("ignore:these layers have no rule")
 def test_a_layer_that_cannot_be_run_again_is_uncovered_and_the_others_are_measured() -> None:
     module = nn.Sequential(nn.Linear(3, 3), Scaling(dropout=0.5))
@@ -595,21 +542,14 @@ def test_a_layer_that_ran_out_of_memory_is_measured_in_the_next_batch() -> None:
 
 def test_backward_passes_are_appended_until_the_gradients_are_none() -> None:
     module = network()
-    with GradientNormRecorder(module) as recorder:
-        for n in (5, 4):
-            loss_of(module(gaussian(n, 3, seed=n))).backward()
-        assert [[len(norms) for norms in result.squared_norms] for result in recorder.results()] == [[5, 4]] * 4
-        module.zero_grad()
-        loss_of(module(gaussian(3, 3, seed=3))).backward()
-    assert [[len(norms) for norms in result.squared_norms] for result in recorder.results()] == [[3]] * 4
-
-
-def test_checksums_add_up_over_backward_passes() -> None:
-    module = network()
     with GradientNormRecorder(module, check=True) as recorder:
         for n in (5, 4):
             loss_of(module(gaussian(n, 3, seed=n))).backward()
-    assert all(sums.relative_error <= 1e-12 for sums in recorder.checksums().values())
+        assert [[len(norms) for norms in result.squared_norms] for result in recorder.results()] == [[5, 4]] * 4
+        assert all(sums.relative_error <= 1e-12 for sums in recorder.checksums().values())
+        module.zero_grad()
+        loss_of(module(gaussian(3, 3, seed=3))).backward()
+    assert [[len(norms) for norms in result.squared_norms] for result in recorder.results()] == [[3]] * 4
 
 
 def test_reset_forgets_what_was_measured_of_some_or_all_parameters() -> None:
@@ -678,17 +618,21 @@ def test_estimates_are_unbiased_and_depend_on_the_seed_alone() -> None:
     torch.manual_seed(0)
     module, inputs = nn.Conv2d(6, 7, 3).double(), gaussian(400, 6, 8, 8, seed=1)
 
-    def norms(**options: int) -> Tensor:
+    def norms(recorder: GradientNormRecorder) -> Tensor:
         module.zero_grad()
-        with GradientNormRecorder(module, **options) as recorder:
-            loss_of(module(inputs)).backward()
+        loss_of(module(inputs)).backward()
         return recorder.results()[0].squared_norms[0]
 
-    exact, estimate = norms(), norms(probes=2)
-    assert not torch.allclose(exact, estimate, rtol=0.01)
-    assert estimate.mean() / exact.mean() == pytest.approx(1, abs=0.05)  # its standard deviation is below .05
-    assert torch.equal(estimate, norms(probes=2))
-    assert not torch.equal(estimate, norms(probes=2, seed=1))
+    with GradientNormRecorder(module) as recorder:
+        exact = norms(recorder)
+    estimates = []
+    with GradientNormRecorder(module, probes=2, seed=1) as recorder:
+        for seed in (1, 2, 1):
+            recorder.reseed(seed)
+            estimates.append(norms(recorder))
+    assert not torch.allclose(exact, estimates[0], rtol=0.01)
+    assert estimates[0].mean() / exact.mean() == pytest.approx(1, abs=0.05)  # its standard deviation is below .05
+    assert torch.equal(estimates[0], estimates[2]) and not torch.equal(estimates[0], estimates[1])
 
 
 @pytest.mark.parametrize(
@@ -717,12 +661,9 @@ def test_variance_is_the_sum_of_the_componentwise_sample_variances(n: int) -> No
     assert variance == pytest.approx(gradients.var(0, correction=1).sum().item(), rel=1e-12)
 
 
-def test_variance_of_equal_gradients_is_zero_and_not_negative_by_rounding() -> None:
+def test_variance_of_equal_gradients_is_zero_and_of_one_sample_an_error() -> None:
     norms = torch.full((7,), 0.1, dtype=torch.float64)
-    assert gradient_variance(norms, 0.1 * (1 + 1e-12)) == 0.0
-
-
-def test_variance_of_one_sample_is_an_error() -> None:
+    assert gradient_variance(norms, 0.1 * (1 + 1e-12)) == 0.0  # not negative by rounding
     with pytest.raises(ValueError, match="at least 2 samples, got 1"):
         gradient_variance(torch.ones(1), 1.0)
 
@@ -738,58 +679,31 @@ positive = st.floats(1e-6, 1e6)
 thetas = st.floats(0.01, 2.0)
 
 
-@given(positive, positive, sizes, thetas)
-@settings(max_examples=300)
+@given(positive, positive, st.one_of(st.none(), sizes), thetas)
+@settings(max_examples=200)
 def test_the_size_passes_the_norm_test_and_one_less_does_not(
-    variance: float, squared_norm: float, dataset_size: int, theta: float
+    variance: float, squared_norm: float, dataset_size: int | None, theta: float
 ) -> None:
     def error_over_bound(n: int) -> float:
-        """The two sides of (14), with the squared norm, as a ratio."""
-        return variance / n * (dataset_size - n) / (dataset_size - 1) / (theta**2 * squared_norm)
+        """The two sides of (13), with the squared norm, as a ratio."""
+        left = 1.0 if dataset_size is None else (dataset_size - n) / (dataset_size - 1)
+        return variance / n * left / (theta**2 * squared_norm)
 
     n = required_batch_size(variance, squared_norm, dataset_size, theta)
-    assert 1 <= n <= dataset_size
+    assert 1 <= n and (dataset_size is None or n <= dataset_size)
     assert error_over_bound(n) <= 1 + 1e-9
     assert n == 1 or error_over_bound(n - 1) > 1 - 1e-9
 
 
-@given(positive, positive, thetas)
+@given(positive, positive, st.one_of(st.none(), sizes), thetas, st.floats(1.0, 100.0), st.integers(-20, 20))
 @settings(max_examples=200)
-def test_the_size_for_a_stream_passes_the_test_and_one_less_does_not(
-    variance: float, squared_norm: float, theta: float
+def test_noise_asks_for_more_samples_a_longer_gradient_for_fewer_and_the_scale_of_the_loss_for_none(
+    variance: float, squared_norm: float, dataset_size: int | None, theta: float, factor: float, exponent: int
 ) -> None:
-    n = required_batch_size(variance, squared_norm, None, theta)
-    bound = theta**2 * squared_norm
-    assert variance / n <= bound * (1 + 1e-9)
-    assert n == 1 or variance / (n - 1) > bound * (1 - 1e-9)
-
-
-@given(positive, st.floats(1.0, 100.0), positive, st.one_of(st.none(), sizes), thetas)
-@settings(max_examples=200)
-def test_more_variance_never_asks_for_fewer_samples(
-    variance: float, factor: float, squared_norm: float, dataset_size: int | None, theta: float
-) -> None:
-    smaller = required_batch_size(variance, squared_norm, dataset_size, theta)
-    assert smaller <= required_batch_size(variance * factor, squared_norm, dataset_size, theta)
-
-
-@given(positive, positive, st.floats(1.0, 100.0), st.one_of(st.none(), sizes), thetas)
-@settings(max_examples=200)
-def test_a_longer_gradient_never_asks_for_more_samples(
-    variance: float, squared_norm: float, factor: float, dataset_size: int | None, theta: float
-) -> None:
-    larger = required_batch_size(variance, squared_norm, dataset_size, theta)
-    assert larger >= required_batch_size(variance, squared_norm * factor, dataset_size, theta)
-
-
-@given(positive, positive, sizes, thetas, st.integers(-20, 20))
-@settings(max_examples=200)
-def test_the_scale_of_the_loss_does_not_matter(
-    variance: float, squared_norm: float, dataset_size: int, theta: float, exponent: int
-) -> None:
-    scale = 4.0**exponent
-    scaled = required_batch_size(variance * scale, squared_norm * scale, dataset_size, theta)
-    assert scaled == required_batch_size(variance, squared_norm, dataset_size, theta)
+    n, scale = required_batch_size(variance, squared_norm, dataset_size, theta), 4.0**exponent
+    assert n <= required_batch_size(variance * factor, squared_norm, dataset_size, theta)
+    assert n >= required_batch_size(variance, squared_norm * factor, dataset_size, theta)
+    assert n == required_batch_size(variance * scale, squared_norm * scale, dataset_size, theta)
 
 
 @pytest.mark.parametrize(
@@ -805,9 +719,6 @@ def test_the_scale_of_the_loss_does_not_matter(
 )
 def test_sizes_at_the_edges(variance: float, squared_norm: float, dataset_size: int | None, expected: int) -> None:
     assert required_batch_size(variance, squared_norm, dataset_size, theta=0.5) == expected
-
-
-def test_a_zero_gradient_of_a_stream_has_no_size() -> None:
     with pytest.raises(ZeroDivisionError, match="the mean gradient is zero, .*: give dataset_size"):
         required_batch_size(1.0, 0.0, None, theta=0.5)
 
@@ -838,13 +749,6 @@ def test_the_norm_test_reads_the_size_off_the_norms_of_one_batch() -> None:
     assert size == math.ceil(50 * variance / (variance + 49 * 0.25 * 0.5))
 
 
-def test_the_example_of_the_docstring_runs() -> None:
-    module = inspect.getmodule(per_sample_gradient_norms)
-    tests = doctest.DocTestFinder().find(per_sample_gradient_norms, module=module)
-    results = [doctest.DocTestRunner().run(test) for test in tests]
-    assert sum(result.attempted for result in results) == 3 and not any(result.failed for result in results)
-
-
 # Random projections and processes
 
 
@@ -855,23 +759,6 @@ def projected_norms(rows, **options):
     with GradientNormRecorder(layer, probes=2, **options) as recorder:
         layer(inputs).tanh().sum().backward()
     return recorder.results()[0].squared_norms[0]
-
-
-def test_projections_are_those_of_the_seed():
-    torch.testing.assert_close(projected_norms(slice(None), seed=1), projected_norms(slice(None), seed=1))
-    assert not torch.equal(projected_norms(slice(None), seed=1), projected_norms(slice(None), seed=2))
-
-
-def test_a_new_seed_begins_its_projections_anew():
-    layer, inputs = nn.Conv2d(8, 8, 3), torch.randn(6, 8, 12, 12)
-    norms = []
-    with GradientNormRecorder(layer, probes=2) as recorder:
-        for seed in (1, 2, 1):
-            recorder.reseed(seed)
-            layer.zero_grad()
-            layer(inputs).tanh().sum().backward()
-            norms.append(recorder.results()[0].squared_norms[0])
-    assert torch.equal(norms[0], norms[2]) and not torch.equal(norms[0], norms[1])
 
 
 def test_processes_take_the_projections_that_one_process_takes():

@@ -23,6 +23,8 @@ from tests.optim.shf.waits import waits_of
 SOLVERS = [pytest.param(lsmr, id="lsmr"), pytest.param(lsqr, id="lsqr")]
 SHAPES = [pytest.param((9, 5), id="tall"), pytest.param((5, 9), id="wide"), pytest.param((6, 6), id="square")]
 Solver = Callable[..., LeastSquaresResult]
+THREE_STEPS: dict[str, Any] = {"maxiter": 3, "atol": 0.0, "btol": 0.0}
+TO_THE_END: dict[str, Any] = {"maxiter": 100, "atol": 0.0, "btol": 0.0}
 
 
 def operators(matrix: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
@@ -67,44 +69,24 @@ def triangular(n: int, seed: int) -> Tensor:
 # --- against SciPy, iterate by iterate -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("iterations", [1, 2, 3, 5])
+@pytest.mark.parametrize("iterations", [1, 3, 5])
 @pytest.mark.parametrize("damp", [0.0, 0.7])
 @pytest.mark.parametrize("started", [False, True], ids=["from_zero", "from_x0"])
-def test_lsmr_iterates_and_norms_are_those_of_scipy(
-    shape: tuple[int, int], iterations: int, damp: float, started: bool
+def test_iterates_and_norms_are_those_of_scipy(
+    solver: Solver, shape: tuple[int, int], iterations: int, damp: float, started: bool
 ) -> None:
     matrix, b = gaussian(*shape, seed=0), gaussian(shape[0], seed=1)
     x0 = gaussian(shape[1], seed=2) if started else None
-    result = lsmr(*operators(matrix), b, damp=damp, x0=x0, maxiter=iterations, atol=0.0, btol=0.0)
-    x, _, done, residual, normal_residual, *_ = scipy.sparse.linalg.lsmr(
-        matrix.numpy(), b.numpy(), damp, 0.0, 0.0, 0.0, iterations, x0=None if x0 is None else x0.numpy()
-    )
+    result = solver(*operators(matrix), b, damp=damp, x0=x0, maxiter=iterations, atol=0.0, btol=0.0)
+    of_scipy = scipy.sparse.linalg.lsmr if solver is lsmr else scipy.sparse.linalg.lsqr
+    start = None if x0 is None else x0.numpy()
+    x, _, done, *norms = of_scipy(matrix.numpy(), b.numpy(), damp, 0.0, 0.0, 0.0, iterations, x0=start)
+    expected = norms[:2] if solver is lsmr else [norms[1], norms[4]]
     assert result.iterations == done == iterations
     np.testing.assert_allclose(result.x.numpy(), x, rtol=0, atol=1e-10)
-    np.testing.assert_allclose(
-        [result.residual_norm, result.normal_residual_norm], [residual, normal_residual], rtol=0, atol=1e-10
-    )
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("iterations", [1, 2, 3, 5])
-@pytest.mark.parametrize("damp", [0.0, 0.7])
-@pytest.mark.parametrize("started", [False, True], ids=["from_zero", "from_x0"])
-def test_lsqr_iterates_and_norms_are_those_of_scipy(
-    shape: tuple[int, int], iterations: int, damp: float, started: bool
-) -> None:
-    matrix, b = gaussian(*shape, seed=0), gaussian(shape[0], seed=1)
-    x0 = gaussian(shape[1], seed=2) if started else None
-    result = lsqr(*operators(matrix), b, damp=damp, x0=x0, maxiter=iterations, atol=0.0, btol=0.0)
-    x, _, done, _, residual, _, _, normal_residual, *_ = scipy.sparse.linalg.lsqr(
-        matrix.numpy(), b.numpy(), damp, 0.0, 0.0, 0.0, iterations, x0=None if x0 is None else x0.numpy()
-    )
-    assert result.iterations == done == iterations
-    np.testing.assert_allclose(result.x.numpy(), x, rtol=0, atol=1e-10)
-    np.testing.assert_allclose(
-        [result.residual_norm, result.normal_residual_norm], [residual, normal_residual], rtol=0, atol=1e-10
-    )
+    np.testing.assert_allclose([result.residual_norm, result.normal_residual_norm], expected, rtol=0, atol=1e-10)
 
 
 # --- the first product with the transpose ----------------------------------------------------------------------------
@@ -113,52 +95,26 @@ def test_lsqr_iterates_and_norms_are_those_of_scipy(
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("preconditioner", [None, gaussian(5, seed=4).abs() + 0.2, Triangular(triangular(5, seed=5))])
 @pytest.mark.parametrize("started", [False, True], ids=["from_zero", "from_x0"])
-@pytest.mark.parametrize("space", ["y", "x"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_known_gradient_saves_the_first_product_with_the_transpose(
-    solver: Solver, preconditioner: Any, started: bool, space: str, dtype: torch.dtype
+    solver: Solver, preconditioner: Any, started: bool
 ) -> None:
-    matrix, b = gaussian(9, 5, seed=0).to(dtype), gaussian(9, seed=1).to(dtype)
-    preconditioner = preconditioner.to(dtype) if isinstance(preconditioner, Tensor) else preconditioner
-    if isinstance(preconditioner, Triangular):
-        preconditioner = Triangular(preconditioner.matrix.to(dtype))
-    x0 = gaussian(5, seed=2).to(dtype) if started else None
+    matrix, b = gaussian(9, 5, seed=0), gaussian(9, seed=1)
+    x0 = gaussian(5, seed=2) if started else None
     gradient = matrix.T @ (b if x0 is None else b - matrix @ x0)
-    transposed = 0
-
-    def rmatvec(u: Tensor) -> Tensor:
-        nonlocal transposed
-        transposed += 1
-        return matrix.T @ u
-
-    options = {
-        "damp": 0.7,
-        "x0": x0,
-        "preconditioner": preconditioner,
-        "damping_space": space,
-        "maxiter": 3,
-        "atol": 0.0,
-        "btol": 0.0,
-    }
     results, counts = [], []
     for known in (None, gradient):
-        transposed = 0
+        products: list[Tensor] = []
+
+        def rmatvec(u: Tensor, products: list[Tensor] = products) -> Tensor:
+            products.append(u)
+            return matrix.T @ u
+
+        options = {"damp": 0.7, "x0": x0, "preconditioner": preconditioner, "damping_space": "x", **THREE_STEPS}
         results.append(solver(matrix.matmul, rmatvec, b, gradient=known, **options))
-        counts.append(transposed)
+        counts.append(len(products))
     assert counts == [4, 3]
     torch.testing.assert_close(results[1].x, results[0].x)
     assert results[1].residual_norm == pytest.approx(results[0].residual_norm, rel=1e-5)
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_gradient_of_another_shape_than_the_start_is_refused(solver: Solver) -> None:
-    with pytest.raises(ValueError, match="gradient has the shapes"):
-        solver(
-            *operators(gaussian(9, 5, seed=0)),
-            gaussian(9, seed=1),
-            x0=gaussian(5, seed=2),
-            gradient=gaussian(4, seed=3),
-        )
 
 
 # --- against dense solves --------------------------------------------------------------------------------------------
@@ -167,59 +123,26 @@ def test_a_gradient_of_another_shape_than_the_start_is_refused(solver: Solver) -
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("center", ["start", "origin", "vector"])
-@pytest.mark.parametrize("preconditioned", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("kind", ["plain", "scaled", "triangular"])
 @pytest.mark.parametrize("space", ["y", "x"])
 @pytest.mark.parametrize("started", [False, True], ids=["from_zero", "from_x0"])
 def test_solution_is_that_of_the_dense_damped_problem(
-    solver: Solver, shape: tuple[int, int], center: str, preconditioned: bool, space: str, started: bool
+    solver: Solver, shape: tuple[int, int], center: str, kind: str, space: str, started: bool
 ) -> None:
     matrix, b = gaussian(*shape, seed=3), gaussian(shape[0], seed=4)
-    start = gaussian(shape[1], seed=5) if started else None
-    vector = gaussian(shape[1], seed=6)
-    scale = gaussian(shape[1], seed=7).abs() + 0.2 if preconditioned else None
-    result = solver(
-        *operators(matrix),
-        b,
-        damp=0.8,
-        x0=start,
-        damping_center=vector if center == "vector" else center,
-        preconditioner=scale,
-        damping_space=space,
-        maxiter=100,
-        atol=0.0,
-        btol=0.0,
-    )
+    start, vector = gaussian(shape[1], seed=5) if started else None, gaussian(shape[1], seed=6)
+    scale, lower = gaussian(shape[1], seed=7).abs() + 0.2, triangular(shape[1], seed=12)
+    preconditioner = {"plain": None, "scaled": scale, "triangular": Triangular(lower)}[kind]
+    weight = {"plain": None, "scaled": torch.diag(1.0 / scale), "triangular": lower}[kind] if space == "y" else None
+    options = {"damp": 0.8, "x0": start, "damping_center": vector if center == "vector" else center}
+    options |= {"preconditioner": preconditioner, "damping_space": space, **TO_THE_END}
     point = {"start": start, "origin": None, "vector": vector}[center]
-    weight = torch.diag(1.0 / scale) if scale is not None and space == "y" else None
-    expected = dense_solution(matrix, b, 0.8, point, weight)
-    torch.testing.assert_close(result.x, expected, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    ("center", "space"), [("start", "y"), ("start", "x"), ("origin", "x"), ("vector", "x")], ids="-".join
-)
-def test_solution_with_a_triangular_preconditioner_is_that_of_the_dense_damped_problem(
-    solver: Solver, shape: tuple[int, int], center: str, space: str
-) -> None:
-    matrix, b = gaussian(*shape, seed=8), gaussian(shape[0], seed=9)
-    start, vector, c = gaussian(shape[1], seed=10), gaussian(shape[1], seed=11), triangular(shape[1], seed=12)
-    result = solver(
-        *operators(matrix),
-        b,
-        damp=0.8,
-        x0=start,
-        damping_center=vector if center == "vector" else center,
-        preconditioner=Triangular(c),
-        damping_space=space,
-        maxiter=100,
-        atol=0.0,
-        btol=0.0,
-    )
-    point = {"start": start, "origin": None, "vector": vector}[center]
-    expected = dense_solution(matrix, b, 0.8, point, c if space == "y" else None)
-    torch.testing.assert_close(result.x, expected, rtol=0, atol=1e-10)
+    if kind == "triangular" and space == "y" and center != "start" and (started or center == "vector"):
+        with pytest.raises(ValueError, match="damping_space='x'"):  # it needs C itself
+            solver(*operators(matrix), b, **options)
+        return
+    result = solver(*operators(matrix), b, **options)
+    torch.testing.assert_close(result.x, dense_solution(matrix, b, 0.8, point, weight), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -236,9 +159,7 @@ def test_reported_norms_are_those_of_the_damped_problem_midway(solver: Solver, c
         damping_center=vector if center == "vector" else center,
         preconditioner=scale,
         damping_space=space,
-        maxiter=3,
-        atol=0.0,
-        btol=0.0,
+        **THREE_STEPS,
     )
     point = {"start": start, "origin": torch.zeros_like(start), "vector": vector}[center]
     weight = 1.0 / scale if space == "y" else torch.ones_like(scale)
@@ -286,22 +207,16 @@ def test_vectors_may_be_dicts_whose_keys_come_in_any_order(solver: Solver) -> No
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_rank_deficient_system_ends_with_the_correction_of_minimum_norm(
-    solver: Solver, shape: tuple[int, int]
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_rank_deficient_system_ends_with_the_correction_of_minimum_norm_in_y(
+    solver: Solver, shape: tuple[int, int], scaled: bool
 ) -> None:
     matrix = gaussian(shape[0], 2, seed=23) @ gaussian(2, shape[1], seed=24)
     b, start = gaussian(shape[0], seed=25), gaussian(shape[1], seed=26)
-    result = solver(*operators(matrix), b, x0=start, maxiter=100, atol=1e-14, btol=0.0)
-    expected = start + torch.linalg.pinv(matrix) @ (b - matrix @ start)
-    torch.testing.assert_close(result.x, expected, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_with_a_preconditioner_it_is_the_correction_of_minimum_norm_in_y(solver: Solver) -> None:
-    matrix = gaussian(6, 2, seed=27) @ gaussian(2, 5, seed=28)
-    b, scale = gaussian(6, seed=29), gaussian(5, seed=30).abs() + 0.2
-    result = solver(*operators(matrix), b, preconditioner=scale, maxiter=100, atol=1e-14, btol=0.0)
-    expected = scale * (torch.linalg.pinv(matrix * scale) @ b)
+    scale = gaussian(shape[1], seed=30).abs() + 0.2 if scaled else torch.ones_like(start)
+    options = {"preconditioner": scale if scaled else None, "maxiter": 100, "atol": 1e-14, "btol": 0.0}
+    result = solver(*operators(matrix), b, x0=start, **options)
+    expected = start + scale * (torch.linalg.pinv(matrix * scale) @ (b - matrix @ start))
     torch.testing.assert_close(result.x, expected, rtol=0, atol=1e-10)
 
 
@@ -318,17 +233,12 @@ def test_iterating_far_past_convergence_keeps_the_solution(solver: Solver, rank:
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_a_zero_right_hand_side_is_solved_by_the_zero_start(solver: Solver) -> None:
-    result = solver(*operators(gaussian(6, 4, seed=0)), torch.zeros(6, dtype=torch.float64), damp=0.5)
-    assert (result.stop_reason, result.iterations, result.residual_norm) == ("zero_gradient", 0, 0.0)
-    assert torch.equal(result.x, torch.zeros(4, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_right_hand_side_outside_the_range_is_solved_by_the_zero_start(solver: Solver) -> None:
+@pytest.mark.parametrize("b", [[0.0, 0.0], [0.0, 3.0]], ids=["zero", "outside of the range"])
+def test_a_right_hand_side_outside_the_range_is_solved_by_the_zero_start(solver: Solver, b: list[float]) -> None:
     matrix = torch.tensor([[1.0, 2.0], [0.0, 0.0]], dtype=torch.float64)
-    result = solver(*operators(matrix), torch.tensor([0.0, 3.0], dtype=torch.float64))
-    assert (result.stop_reason, result.iterations, result.residual_norm) == ("zero_gradient", 0, 3.0)
+    result = solver(*operators(matrix), torch.tensor(b, dtype=torch.float64), damp=0.5)
+    assert (result.stop_reason, result.iterations, result.residual_norm) == ("zero_gradient", 0, b[1])
+    assert torch.equal(result.x, torch.zeros(2, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -372,16 +282,6 @@ def test_what_the_callback_kept_does_not_change_afterwards(solver: Solver, preco
 
     solver(*operators(matrix), b, preconditioner=preconditioner, maxiter=4, callback=callback)
     assert len(kept) == 4 and all(torch.equal(a, c) for a, c in zip(kept, copies, strict=True))
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_the_callback_sees_the_last_iterate_of_a_solve_that_converged(solver: Solver) -> None:
-    matrix, b = gaussian(9, 3, seed=0), gaussian(9, seed=1)
-    iterations: list[int] = []
-    result = solver(
-        *operators(matrix), b, maxiter=50, atol=1e-10, callback=lambda iteration, _: iterations.append(iteration)
-    )
-    assert result.stop_reason == "normal_residual" and iterations[-1] == result.iterations < 50
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -546,24 +446,17 @@ def test_rows_on_several_processes_give_the_solve_of_all_rows(solver: Solver, ce
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("product", ["matvec", "rmatvec"])
-def test_an_operator_that_returns_nan_or_infinity_is_an_error(solver: Solver, bad: float, product: str) -> None:
+@pytest.mark.parametrize("place", ["matvec", "rmatvec", "b"])
+def test_nan_or_infinity_is_an_error(solver: Solver, bad: float, place: str) -> None:
     matrix, b = gaussian(6, 4, seed=0), gaussian(6, seed=1)
-    forward, backward = operators(matrix)
-    if product == "matvec":
-        arguments: tuple[Any, Any] = (lambda x: forward(x) * bad, backward)
-    else:
-        arguments = (forward, lambda u: backward(u) * bad)
-    with pytest.raises(FloatingPointError, match="NaN or infinity"):
-        solver(*arguments, b)
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_right_hand_side_with_nan_is_an_error(solver: Solver) -> None:
-    b = gaussian(6, seed=1)
-    b[2] = math.nan
-    with pytest.raises(FloatingPointError, match="right-hand side"):
-        solver(*operators(gaussian(6, 4, seed=0)), b)
+    factors = {name: bad if name == place else 1.0 for name in ("matvec", "rmatvec", "b")}
+    with pytest.raises(FloatingPointError, match="right-hand side" if place == "b" else "NaN or infinity"):
+        solver(
+            lambda x: matrix @ x * factors["matvec"],
+            lambda u: matrix.T @ u * factors["rmatvec"],
+            b * factors["b"],
+            gradient=matrix.T @ b if place == "b" else None,
+        )
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -582,6 +475,7 @@ def test_a_right_hand_side_with_nan_is_an_error(solver: Solver) -> None:
         ({"preconditioner": torch.ones(5, dtype=torch.float64)}, r"preconditioner .*\(5,\).*\(4,\)"),
         ({"preconditioner": {"a": torch.ones(4, dtype=torch.float64)}}, r"preconditioner .*\['a'\].* a tensor"),
         ({"damping_center": torch.ones(5, dtype=torch.float64), "damp": 1.0}, r"damping_center .*\(5,\).*\(4,\)"),
+        ({"x0": gaussian(4, seed=2), "gradient": gaussian(5, seed=3)}, "gradient has the shapes"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -591,17 +485,27 @@ def test_an_option_out_of_range_is_named(solver: Solver, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_a_product_of_another_shape_than_b_is_refused_before_it_is_broadcast(solver: Solver) -> None:
-    matrix, b = gaussian(6, 4, seed=0), gaussian(6, seed=1)
-    with pytest.raises(ValueError, match=r"product with A .*\(6, 1\).*\(6,\)"):
-        solver(lambda x: (matrix @ x)[:, None], lambda u: matrix.T @ u, b)
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_start_of_another_shape_than_the_transposed_product_is_refused(solver: Solver) -> None:
-    matrix, b = gaussian(6, 4, seed=0), gaussian(6, seed=1)
-    with pytest.raises(ValueError, match=r"product with the transpose .*\(4,\).*\(4, 1\)"):
-        solver(lambda x: matrix @ x[:, 0], lambda u: matrix.T @ u, b, x0=gaussian(4, 1, seed=2))
+@pytest.mark.parametrize(
+    ("b", "x0", "product", "error", "message"),
+    [
+        (gaussian(6, seed=1), None, lambda x: x[:, None], ValueError, r"product with A .*\(6, 1\).*\(6,\)"),
+        (gaussian(6, seed=1), gaussian(6, 1, seed=2), lambda x: x[:, 0], ValueError, r"transpose .*\(6,\).*\(6, 1\)"),
+        (
+            {"first": gaussian(6, seed=1)},
+            None,
+            lambda x: {"other": x["first"]},
+            ValueError,
+            r"\['other'\].*\['first'\]",
+        ),
+        ([1.0, 2.0], None, lambda x: x, TypeError, "b must be .* list"),
+    ],
+    ids=["product", "start", "names", "list"],
+)
+def test_a_vector_of_another_structure_is_refused_before_it_is_broadcast(
+    solver: Solver, b: Any, x0: Any, product: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        solver(product, lambda u: u, b, x0=x0)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -621,32 +525,6 @@ def test_an_operator_of_parameters_can_be_solved_with(solver: Any) -> None:
     solution = solver(*products, b, x0=torch.zeros(5, dtype=b.dtype)).x
     assert not solution.requires_grad
     torch.testing.assert_close(matrix @ solution, b, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_vector_that_is_neither_tensor_nor_dict_is_refused(solver: Solver) -> None:
-    with pytest.raises(TypeError, match="b must be .* list"):
-        solver(*operators(gaussian(2, 2, seed=0)), [1.0, 2.0])
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_dict_with_other_names_is_refused_with_both_lists_of_names(solver: Solver) -> None:
-    b = {"first": gaussian(2, seed=0)}
-    with pytest.raises(ValueError, match=r"\['other'\].*\['first'\]"):
-        solver(lambda x: {"other": x}, lambda u: u["first"], b)
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_damping_on_y_around_a_point_needs_c_itself_and_says_what_to_do(solver: Solver) -> None:
-    preconditioner = Triangular(triangular(4, seed=2))
-    with pytest.raises(ValueError, match="damping_space='x'"):
-        solver(
-            *operators(gaussian(6, 4, seed=0)),
-            gaussian(6, seed=1),
-            damp=1.0,
-            damping_center=gaussian(4, seed=3),
-            preconditioner=preconditioner,
-        )
 
 
 # --- laws ------------------------------------------------------------------------------------------------------------
@@ -683,25 +561,21 @@ def falls(values: list[float], slack: float = 1e-9) -> bool:
 
 
 @given(problems())
-@settings(max_examples=60)
-def test_lsmr_lowers_the_residual_and_the_normal_residual_at_every_step(problem: tuple[Tensor, Tensor, float]) -> None:
+@settings(max_examples=40)
+def test_lsmr_lowers_both_residuals_at_every_step_and_lsqr_the_residual_and_the_error(
+    problem: tuple[Tensor, Tensor, float],
+) -> None:
+    matrix, b, damp = problem
     _, residuals, normals = path(lsmr, *problem)
     assert falls(residuals) and falls(normals)
-
-
-@given(problems())
-@settings(max_examples=60)
-def test_lsqr_lowers_the_residual_and_the_error_at_every_step(problem: tuple[Tensor, Tensor, float]) -> None:
-    matrix, b, damp = problem
     iterates, residuals, _ = path(lsqr, *problem)
-    solution = (
-        dense_solution(matrix, b, damp) if damp or matrix.shape[0] >= matrix.shape[1] else torch.linalg.pinv(matrix) @ b
-    )
+    is_tall = damp or matrix.shape[0] >= matrix.shape[1]
+    solution = dense_solution(matrix, b, damp) if is_tall else torch.linalg.pinv(matrix) @ b
     assert falls(residuals) and falls([(x - solution).norm().item() for x in iterates], slack=1e-8)
 
 
 @given(problems(), st.integers(1, 8))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_at_each_step_lsmr_has_the_lower_normal_residual_and_lsqr_the_lower_residual(
     problem: tuple[Tensor, Tensor, float], steps: int
 ) -> None:
@@ -712,7 +586,7 @@ def test_at_each_step_lsmr_has_the_lower_normal_residual_and_lsqr_the_lower_resi
 
 
 @given(st.integers(2, 8), st.integers(0, 10_000), st.sampled_from([0.1, 1.0, 10.0]), st.integers(1, 4))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_lsqr_is_conjugate_gradients_on_the_normal_equations(n: int, seed: int, damp: float, steps: int) -> None:
     matrix, b = gaussian(n + 2, n, seed=seed), gaussian(n + 2, seed=seed + 1)
     steps = min(steps, n)
@@ -721,18 +595,3 @@ def test_lsqr_is_conjugate_gradients_on_the_normal_equations(n: int, seed: int, 
         lambda x: matrix.T @ (matrix @ x) + damp**2 * x, matrix.T @ b, maxiter=steps, progress_tolerance=0.0
     )
     torch.testing.assert_close(least_squares.x, normal.x, rtol=1e-8, atol=1e-10)
-
-
-@given(problems(), st.floats(-3, 3))
-@settings(max_examples=40)
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_start_is_a_shift_of_the_problem(
-    solver: Solver, problem: tuple[Tensor, Tensor, float], factor: float
-) -> None:
-    matrix, b, damp = problem
-    start = factor * gaussian(matrix.shape[1], seed=99)
-    r0 = b - matrix @ start
-    options = {"damp": damp, "gradient": matrix.T @ r0, "maxiter": 3, "atol": 0.0, "btol": 0.0}  # both round alike
-    shifted = solver(*operators(matrix), b, x0=start, **options)
-    plain = solver(*operators(matrix), r0, **options)
-    torch.testing.assert_close(shifted.x, start + plain.x, rtol=1e-10, atol=1e-10)

@@ -149,14 +149,15 @@ CASES = (
     Case("embedding", lambda: nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 2)), lambda: torch.randint(0, 7, (5, 3))),
     Case("rnn", lambda: First(nn.RNN(4, 3, batch_first=True)), sequences),
     Case("gru", lambda: First(nn.GRU(4, 3, batch_first=True)), sequences),
-    Case("lstm", lambda: First(nn.LSTM(4, 2, batch_first=True)), sequences),
+    Case("lstm", lambda: First(nn.LSTM(4, 2, batch_first=True)), sequences, ("double_backward",)),
     Case(
         "lstm_stacked", lambda: First(nn.LSTM(4, 2, 2, batch_first=True, bidirectional=True)),
-        lambda: torch.randn(3, 2, 4),
+        lambda: torch.randn(3, 2, 4), ("double_backward",),
     ),
     Case("attention", SelfAttention, sequences),
     Case(
-        "transformer", lambda: nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True, activation="gelu"), sequences
+        "transformer", lambda: nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True, activation="gelu"), sequences,
+        ("double_backward",),
     ),
 )  # fmt: skip
 

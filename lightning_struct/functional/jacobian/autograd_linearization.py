@@ -72,7 +72,12 @@ class _Autograd(Linearization):
 
     def _per_sample_vjps(self, u: Tensor) -> Iterator[dict[str, Tensor]]:
         """Jᵢᵀuᵢ, a few samples at a time, stacked along a new first dimension."""
-        self._refuse_coupled_samples()
+        name = None if self._module is None else coupling_layer(self._module)
+        if name is not None:
+            raise ValueError(
+                f"{name} normalises over the batch, so a gradient per sample is not defined: put it in eval mode, with "
+                "running statistics, or do without per-sample quantities"
+            )
         point = {name: p.detach() for name, p in self._point.items()}
         u = u.to(self._graph.dtype)
 
@@ -85,7 +90,14 @@ class _Autograd(Linearization):
         for rows in sample_chunks(count, sum(p.numel() for p in point.values())):
             arguments = (u[rows], *rows_of_arguments(self._args, rows, count))
             with _twice_differentiable(self._module), restored_random_state(self._random_state):
-                gradients = self._mapped(vmap(one, in_dims=in_dims, randomness="different"), arguments)
+                gradients: dict[str, Tensor] | None = None
+                if self._is_mapped:
+                    try:
+                        gradients = vmap(one, in_dims=in_dims, randomness="different")(*arguments)
+                    except torch.OutOfMemoryError:
+                        raise
+                    except RuntimeError:  # of a layer without a batching rule
+                        self._is_mapped = False
                 if gradients is None:  # one sample at a time
                     singles = [self._vjp_of_sample(u, i) for i in range(count)[rows]]
                     gradients = {
@@ -93,31 +105,11 @@ class _Autograd(Linearization):
                     }
             yield gradients
 
-    def _mapped(self, mapped: Callable[..., dict[str, Tensor]], args: tuple[Any, ...]) -> dict[str, Tensor] | None:
-        """The result of a function by vmap; None from the first layer without a batching rule on."""
-        if not self._is_mapped:
-            return None
-        try:
-            return mapped(*args)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
-            self._is_mapped = False
-            return None
-
     def _vjp_of_sample(self, u: Tensor, i: int) -> tuple[Tensor, ...]:
         row = slice(i, i + 1)
         with torch.enable_grad():
             outputs = self._call(self._point, *rows_of_arguments(self._args, row, len(u)))
         return torch.autograd.grad(outputs, list(self._point.values()), u[row], materialize_grads=True)
-
-    def _refuse_coupled_samples(self) -> None:
-        name = None if self._module is None else coupling_layer(self._module)
-        if name is not None:
-            raise ValueError(
-                f"{name} normalises over the batch, so a gradient per sample is not defined: put it in eval mode, with "
-                "running statistics, or do without per-sample quantities"
-            )
 
 
 class DoubleBackward(_Autograd):

@@ -88,7 +88,8 @@ def call_recurrent(layer: nn.RNNBase, input: Any, hx: Any = None) -> Any:
     """Call the layer with this derivative; leave packed sequences, initial states and dropout to torch."""
     weights = [getattr(layer, name) for name in layer._flat_weights_names]
     drops = layer.training and layer.dropout > 0 and layer.num_layers > 1
-    if hx is not None or drops or not is_covered(input, *weights) or not _is_batch_for(layer, input):
+    covered = hx is None and not drops and is_covered(input, *weights)
+    if not covered or input.dim() != 3 or input.shape[2] != layer.input_size:
         return type(layer).forward(layer, input, hx)
     sequence = input.transpose(0, 1) if layer.batch_first else input
     last: list[Tensor] = []
@@ -105,10 +106,6 @@ def call_recurrent(layer: nn.RNNBase, input: Any, hx: Any = None) -> Any:
         sequence = torch.cat(of_directions, 2) if layer.bidirectional else of_directions[0]
     output = sequence.transpose(0, 1) if layer.batch_first else sequence
     return output, (torch.stack(last), torch.stack(last_cells)) if last_cells else torch.stack(last)
-
-
-def _is_batch_for(layer: nn.RNNBase, input: Tensor) -> bool:
-    return input.dim() == 3 and input.shape[2] == layer.input_size
 
 
 class _Recurrence(LayerDerivative):

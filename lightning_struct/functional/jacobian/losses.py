@@ -186,7 +186,8 @@ class BinaryCrossEntropy:
         self._check(outputs, targets)
         logits = at_least_float32(outputs)
         probabilities = targets.to(logits.dtype)  # no term is negative, so that small losses keep all their digits
-        return _mean(probabilities * F.softplus(-logits) + (1 - probabilities) * F.softplus(logits))
+        losses = probabilities * F.softplus(-logits) + (1 - probabilities) * F.softplus(logits)
+        return losses.sum(dtype=torch.float64) / losses.numel()  # without a float64 copy of what may be large
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs, targets)
@@ -226,11 +227,6 @@ class BinaryCrossEntropy:
 def _of_one_output(outputs: Tensor, targets: Tensor) -> str:
     """What to do where the targets lack the last dimension of the outputs, of size 1."""
     return ": give targets of shape (n, 1), as by targets[:, None]" if outputs.shape == (*targets.shape, 1) else ""
-
-
-def _mean(values: Tensor) -> Tensor:
-    """In float64, without a float64 copy of what may be large."""
-    return values.sum(dtype=torch.float64) / values.numel()
 
 
 def derivative_error(loss: GaussNewtonLoss, outputs: Tensor, targets: Tensor) -> float:

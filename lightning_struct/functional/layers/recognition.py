@@ -48,7 +48,9 @@ def recognized_kind(layer: nn.Module) -> LayerKind | None:
     if not _may_be_tried(layer):
         return None
     known = _recognized.setdefault(type(layer), {})
-    key = _configuration(layer)
+    # All that decides, with its type and the input, what a layer computes; apart from the values of its weights.
+    shapes = tuple((name, None if p is None else (p.shape, p.dtype, p.device)) for name, p in layer._parameters.items())
+    key = (_settings(layer), shapes)
     if key not in known:
         if torch.compiler.is_compiling():
             return None
@@ -103,18 +105,9 @@ def _may_be_tried(layer: nn.Module) -> bool:
     )
 
 
-def _configuration(layer: nn.Module) -> Any:
-    """What decides, with its type and the input, what a layer computes; apart from the values of its weights."""
-    shapes = tuple((name, None if p is None else (p.shape, p.dtype, p.device)) for name, p in layer._parameters.items())
-    return _settings(layer), shapes
-
-
 def _settings(layer: nn.Module) -> tuple[tuple[str, Any], ...]:
-    return tuple(
-        (name, value)
-        for name, value in sorted(vars(layer).items())
-        if isinstance(value, _SETTINGS) and _is_hashable(value)
-    )
+    values = [(name, value) for name, value in sorted(vars(layer).items()) if isinstance(value, _SETTINGS)]
+    return tuple(pair for pair in values if _attempt(hash, pair) is not None)
 
 
 def _state(layer: nn.Module) -> Any:
@@ -122,17 +115,10 @@ def _state(layer: nn.Module) -> Any:
     return _settings(layer), [None if b is None else (id(b), b._version) for b in layer._buffers.values()]
 
 
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
-
-
 def _recognize(layer: nn.Module) -> LayerKind | None:
+    devices = list({p.device for p in layer._parameters.values() if p is not None and p.device.type == "cuda"})
     with (
-        torch.random.fork_rng(devices=_cuda_devices(layer)),
+        torch.random.fork_rng(devices=devices),
         isolated_host_generators(),
         torch.no_grad(),
         warnings.catch_warnings(),
@@ -142,10 +128,6 @@ def _recognize(layer: nn.Module) -> LayerKind | None:
         with torch.autocast(device.type, enabled=False):
             trial = _Trial(layer, device)
             return trial.like_its_base() or trial.as_affine() or trial.as_elementwise()
-
-
-def _cuda_devices(layer: nn.Module) -> list[torch.device]:
-    return list({p.device for p in layer._parameters.values() if p is not None and p.device.type == "cuda"})
 
 
 class _Trial:

@@ -94,9 +94,22 @@ def register_layer(
         raise ValueError(f"register_layer({layer_type.__name__}) has {' and '.join(given)}: give one of them")
     kind: LayerKind | None = None
     if matrix is not None:
-        kind = _affine_kind(matrix)
+        if not isinstance(matrix, Matrix):
+            raise TypeError(f"matrix must be a Matrix, as Matrix('weight', 'bias'), got {matrix!r}")
+        if matrix.groups != 1 or matrix.bias_rows != slice(None):
+            raise ValueError("the matrix of a declared layer has one group and its whole bias; others need a rule")
+        names = [name for name in (matrix.weight, matrix.bias) if name is not None]
+        kind = LayerKind(nn.Linear, lambda layer: [matrix], lambda layer: names, declared=True)
     elif like is not None:
-        kind = _like(like)
+        if not isinstance(like, type):
+            raise TypeError(f"like must be a type that is known, as nn.Linear, got {like!r}")
+        known = kind_of_type(like)
+        if known is None:
+            raise ValueError(
+                f"like={like.__name__}, which is no known layer and was not declared: declare it first, or give a "
+                "matrix or a rule"
+            )
+        kind = replace(known, declared=True)
     elif rule is not None:
         if not callable(rule):
             raise TypeError(f"rule must be a function of a LayerCall, got {rule!r}")
@@ -128,27 +141,6 @@ def unregister_layer(layer_type: type[nn.Module]) -> None:
     KINDS.maps[0].pop(layer_type, None)
     COUPLING.maps[0].pop(layer_type, None)
     forget_recognized()
-
-
-def _affine_kind(matrix: Matrix) -> LayerKind:
-    if not isinstance(matrix, Matrix):
-        raise TypeError(f"matrix must be a Matrix, as Matrix('weight', 'bias'), got {matrix!r}")
-    if matrix.groups != 1 or matrix.bias_rows != slice(None):
-        raise ValueError("the matrix of a declared layer has one group and its whole bias; others need a rule")
-    names = [name for name in (matrix.weight, matrix.bias) if name is not None]
-    return LayerKind(nn.Linear, lambda layer: [matrix], lambda layer: names, declared=True)
-
-
-def _like(base: type[nn.Module]) -> LayerKind:
-    if not isinstance(base, type):
-        raise TypeError(f"like must be a type that is known, as nn.Linear, got {base!r}")
-    kind = kind_of_type(base)
-    if kind is None:
-        raise ValueError(
-            f"like={base.__name__}, which is no known layer and was not declared: declare it first, or give a matrix "
-            "or a rule"
-        )
-    return replace(kind, declared=True)
 
 
 def kind_of(layer: nn.Module) -> LayerKind | None:
@@ -301,7 +293,9 @@ def base_call(call: LayerCall) -> LayerCall:
             kwargs |= value
         elif not args and not kwargs:
             args.append(value)  # the first, whatever its name is
-        elif name in known or not _is(value, parameter.default):
+        elif name in known or not (
+            value is parameter.default or (not isinstance(value, Tensor) and bool(value == parameter.default))
+        ):
             kwargs[name] = value
     if unknown := kwargs.keys() - set(known):
         raise ValueError(
@@ -309,10 +303,6 @@ def base_call(call: LayerCall) -> LayerCall:
             f"{' or '.join(sorted(unknown))}"
         )
     return replace(call, args=tuple(args), kwargs=kwargs)
-
-
-def _is(value: Any, default: Any) -> bool:
-    return value is default or (not isinstance(value, Tensor) and bool(value == default))
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

@@ -62,6 +62,10 @@ class BatchRecords:
         key = f"{inputs.key} {sizes} {self._module.training}"
         buffers = dict(self._module.named_buffers())
 
+        def batch(params: Parameters, buffers: Parameters, tensors: list[Tensor]) -> Mapping[str, Tensor]:
+            values = {**{key: b.clone() for key, b in buffers.items()}, **params}
+            return residual_blocks(call_with(self._module, values, inputs.args(tensors)))
+
         def fits(whole: RecordedBatch) -> bool:
             with context():
                 return whole.gives(blocks, params)
@@ -71,7 +75,7 @@ class BatchRecords:
         self._kept = {}
         try:
             with context():
-                graph = _graph_of_batch(self._module, params, buffers, inputs)
+                graph = recorded_graph(batch, params, buffers, inputs.tensors)
             self.refused = not fits(whole := RecordedBatch(graph, inputs, buffers))
         except torch.OutOfMemoryError:
             return None
@@ -212,11 +216,3 @@ def without_writes(
     if not any(writes_in_place(node.target) for node in graph.graph.nodes):
         return None
     return recorded_graph(functionalize(graph), params, buffers, tensors)
-
-
-def _graph_of_batch(module: nn.Module, params: Parameters, buffers: Parameters, inputs: BatchInputs) -> GraphModule:
-    def batch(params: Parameters, buffers: Parameters, tensors: list[Tensor]) -> Mapping[str, Tensor]:
-        values = {**{key: b.clone() for key, b in buffers.items()}, **params}
-        return residual_blocks(call_with(module, values, inputs.args(tensors)))
-
-    return recorded_graph(batch, params, buffers, inputs.tensors)

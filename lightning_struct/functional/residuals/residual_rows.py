@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -265,11 +266,12 @@ class RowRecords:
         buffers = dict(self.module.named_buffers())
         try:
             with context(), torch.enable_grad():
-                single = _single_row(self.module, name, params, buffers, inputs, inputs.row(0))
+                single = _single_row(self.module, name, inputs, params, buffers, inputs.row(0))
             if single.numel() != block[0].numel():  # told before it is recorded, which takes far longer
                 return self.refuse(name, _why_not_of_a_row(single, block))
             with context():
-                graph = _graph_of_single_row(self.module, name, params, buffers, inputs)
+                single_row = partial(_single_row, self.module, name, inputs)
+                graph = recorded_graph(single_row, params, buffers, inputs.row(0))
             example = (dict(params), buffers, inputs.row(0))
             try:
                 rows = _Rows(_Record(graph, example), inputs, buffers)
@@ -424,24 +426,15 @@ class _Rows:
 def _single_row(
     module: nn.Module,
     name: str,
+    inputs: BatchInputs,
     params: Parameters,
     buffers: Parameters,
-    inputs: BatchInputs,
     tensors: list[Tensor],
 ) -> Tensor:
     """What the module returns for one row of its inputs, (k,)."""
     rows = [t[None] if dim == 0 else t for t, dim in zip(tensors, inputs.dims, strict=True)]
     returned = call_with(module, {**{key: b.clone() for key, b in buffers.items()}, **params}, inputs.args(rows))
     return residual_blocks(returned)[name].reshape(-1)
-
-
-def _graph_of_single_row(
-    module: nn.Module, name: str, params: Parameters, buffers: Parameters, inputs: BatchInputs
-) -> GraphModule:
-    def single_row(params: Parameters, buffers: Parameters, tensors: list[Tensor]) -> Tensor:
-        return _single_row(module, name, params, buffers, inputs, tensors)
-
-    return recorded_graph(single_row, params, buffers, inputs.row(0))
 
 
 def _why_not_of_a_row(single: Tensor, block: Tensor) -> str:

@@ -79,7 +79,9 @@ class ProjectedLeastSquares:
             if beta > 0.0:
                 alpha = self._right.append(rmatvec(self._left.rows[-1]) - beta * self._right.rows[-1])
             self._alphas.append(alpha)
-            if self.steps % _CHECK_EVERY == 0 and self._gradient_norm(damping) <= tolerance * first:
+            if self.steps % _CHECK_EVERY == 0 and (
+                alpha * beta * abs(self._projected(damping)[-1].item()) <= tolerance * first
+            ):  # ‖Jᵀ(b - J d) - λ² d‖ of LSQR's solution
                 break
         self._basis = self._right.rows[: self.steps]
         self._p, self.singular_values, self._q = torch.linalg.svd(self._bidiagonal(), full_matrices=False)
@@ -124,10 +126,6 @@ class ProjectedLeastSquares:
             right[0] = self._alphas[0] * self._betas[0]
         q, r = torch.linalg.qr(matrix)
         return torch.linalg.solve_triangular(r, q.mT @ right, upper=True)[:, 0]
-
-    def _gradient_norm(self, damping: float) -> float:
-        """‖Jᵀ(b - J d) - λ² d‖ of LSQR's solution."""
-        return self._alphas[-1] * self._betas[-1] * abs(self._projected(damping)[-1].item())
 
 
 class _Basis:

@@ -21,7 +21,6 @@ the transpose. Four methods compute the same:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -214,19 +213,14 @@ def _matrix(*parameters: Tensor, method: str) -> Tensor:
     return stein_matrix(*_as_circles(*(tensor.to(dtype) for tensor in parameters))).to(parameters[4].dtype)
 
 
-def _empty_product(tensors: Sequence[Tensor]) -> Tensor:
-    *_, G, _, x = tensors
-    return x.new_empty(*x.shape[:-1], G.shape[0], dtype=torch.promote_types(G.dtype, x.dtype))
-
-
-def _empty_matrix(tensors: Sequence[Tensor]) -> Tensor:
-    *_, G, H = tensors
-    return G.new_empty(G.shape[0], H.shape[0])
-
-
 # The choice of a method reads values, and rows one after the other would be as many nodes of a graph.
-_opaque_product = opaque_operator("subdiagonal_matmul", _product, _empty_product)
-_opaque_matrix = opaque_operator("subdiagonal_to_dense", _matrix, _empty_matrix)
+# Their arguments end in G, H and x, or in G and H.
+_opaque_product = opaque_operator(
+    "subdiagonal_matmul",
+    _product,
+    lambda t: t[6].new_empty(*t[6].shape[:-1], t[4].shape[0], dtype=torch.promote_types(t[4].dtype, t[6].dtype)),
+)
+_opaque_matrix = opaque_operator("subdiagonal_to_dense", _matrix, lambda t: t[4].new_empty(len(t[4]), len(t[5])))
 
 
 def prepare_subdiagonal(

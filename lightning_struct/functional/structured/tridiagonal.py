@@ -164,19 +164,16 @@ def _operators(tensors: Sequence[Tensor]) -> tuple[TridiagonalOperator, Tridiago
     return TridiagonalOperator(*tensors[:4]), TridiagonalOperator(*tensors[4:8])
 
 
-def _empty_product(tensors: Sequence[Tensor]) -> Tensor:
-    G, x = tensors[8], tensors[10]
-    return x.new_empty(*x.shape[:-1], G.shape[0], dtype=promoted_dtype(*tensors))
-
-
-def _empty_matrix(tensors: Sequence[Tensor]) -> Tensor:
-    G, H = tensors[8:]
-    return G.new_empty(G.shape[0], H.shape[0], dtype=promoted_dtype(*tensors))
-
-
 # As many steps one after the other as there are rows would be as many nodes of a graph.
-_opaque_product = opaque_operator("tridiagonal_matmul", _product, _empty_product)
-_opaque_matrix = opaque_operator("tridiagonal_to_dense", _matrix, _empty_matrix)
+# Their arguments end in G, H and x, or in G and H.
+_opaque_product = opaque_operator(
+    "tridiagonal_matmul",
+    _product,
+    lambda t: t[10].new_empty(*t[10].shape[:-1], t[8].shape[0], dtype=promoted_dtype(*t)),
+)
+_opaque_matrix = opaque_operator(
+    "tridiagonal_to_dense", _matrix, lambda t: t[8].new_empty(len(t[8]), len(t[9]), dtype=promoted_dtype(*t))
+)
 
 
 def _krylov_rows(

@@ -55,21 +55,27 @@ def with_one(rows: Tensor) -> Tensor:
     return torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
 
 
-def test_moments_of_a_product_are_sums_of_outer_products_over_samples_and_positions() -> None:
-    inputs, cotangents = gaussian(4, 3, 5), gaussian(4, 3, 2, seed=1)
-    moments = second_moments(Outer(inputs, cotangents), bias=True)
-    torch.testing.assert_close(moments.inputs[0], outer_products(with_one(inputs.reshape(12, 5))))
-    torch.testing.assert_close(moments.outputs[0], outer_products(cotangents.reshape(12, 2)))
-    assert moments.positions.tolist() == [12]
-
-
-def test_moments_of_stacked_matrices_are_those_of_each() -> None:
+@pytest.mark.parametrize("groups", [1, 3])
+def test_moments_of_a_product_are_sums_of_outer_products_over_samples_and_positions(groups: int) -> None:
     inputs, cotangents = gaussian(4, 3, 5), gaussian(4, 3, 6, seed=1)
-    moments = second_moments(Outer(inputs, cotangents), groups=3)
-    for group in range(3):
-        mine = cotangents.reshape(12, 6)[:, 2 * group : 2 * group + 2]
-        torch.testing.assert_close(moments.inputs[group], outer_products(inputs.reshape(12, 5)))
+    use = Outer(inputs, cotangents)
+    moments = second_moments(use, groups=groups, bias=True)
+    for group, mine in enumerate(cotangents.reshape(12, 6).chunk(groups, 1)):
+        torch.testing.assert_close(moments.inputs[group], outer_products(with_one(inputs.reshape(12, 5))))
         torch.testing.assert_close(moments.outputs[group], outer_products(mine))
+    assert moments.positions.tolist() == [12] * groups
+    diagonal = second_moments(use, groups=groups, bias=True, diagonal_inputs=True, diagonal_outputs=True)
+    torch.testing.assert_close(diagonal.inputs, moments.inputs.diagonal(dim1=1, dim2=2))
+    torch.testing.assert_close(diagonal.outputs, moments.outputs.diagonal(dim1=1, dim2=2))
+
+
+def test_moments_of_a_bias_are_those_of_the_samples_shares_and_a_table_has_none() -> None:
+    shares = gaussian(6, 3)
+    moments = second_moments(Dense(shares))
+    assert (moments.inputs.tolist(), moments.positions.tolist()) == ([[[6.0]]], [6])
+    torch.testing.assert_close(moments.outputs[0], outer_products(shares))
+    with pytest.raises(Uncovered, match="Lookup is no product"):
+        second_moments(Lookup(torch.zeros(2, 1, dtype=torch.long), gaussian(2, 1, 3), 4))
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -84,26 +90,6 @@ def test_moments_of_a_convolution_are_sums_over_patches(groups: int) -> None:
         torch.testing.assert_close(moments.inputs[group], outer_products(with_one(patches)))
         torch.testing.assert_close(moments.outputs[group], outer_products(rows))
     assert moments.positions.tolist() == [3 * 6 * 3] * groups
-
-
-def test_moments_of_a_bias_are_those_of_the_samples_shares() -> None:
-    shares = gaussian(6, 3)
-    moments = second_moments(Dense(shares))
-    assert (moments.inputs.tolist(), moments.positions.tolist()) == ([[[6.0]]], [6])
-    torch.testing.assert_close(moments.outputs[0], outer_products(shares))
-
-
-def test_diagonal_moments_are_the_diagonals() -> None:
-    use = Outer(gaussian(4, 3, 5), gaussian(4, 3, 2, seed=1))
-    full = second_moments(use, bias=True)
-    diagonal = second_moments(use, bias=True, diagonal_inputs=True, diagonal_outputs=True)
-    torch.testing.assert_close(diagonal.inputs, full.inputs.diagonal(dim1=1, dim2=2))
-    torch.testing.assert_close(diagonal.outputs, full.outputs.diagonal(dim1=1, dim2=2))
-
-
-def test_what_is_no_product_of_a_matrix_with_rows_has_no_moments() -> None:
-    with pytest.raises(Uncovered, match="Lookup is no product"):
-        second_moments(Lookup(torch.zeros(2, 1, dtype=torch.long), gaussian(2, 1, 3), 4))
 
 
 SHARES = {
@@ -137,19 +123,14 @@ def test_the_root_is_one_of_the_product_of_the_damped_factors(diagonal_inputs: b
     if diagonal_outputs:
         outputs = outputs.diagonal(dim1=1, dim2=2)
     root = kronecker_root(inputs, outputs, damping)
-    x = gaussian(2, 3, 5, seed=2)
+    x, y = gaussian(2, 3, 5, seed=2), gaussian(2, 3, 5, seed=3)
+    torch.testing.assert_close((root.solve(y) * x).sum(), (y * root.solve_transpose(x)).sum())
     solved = root.solve(root.solve_transpose(x))
     for group in range(2):
         a, g = dense_of(inputs, group), dense_of(outputs, group)
         ratio = math.sqrt((a.trace() / 5) / (g.trace() / 3))
         a, g = a + ratio * damping * torch.eye(5), g + damping / ratio * torch.eye(3)
         torch.testing.assert_close(g @ solved[group] @ a, x[group])
-
-
-def test_solve_and_solve_transpose_are_transposes_of_each_other() -> None:
-    root = kronecker_root(positive(2, 5), positive(2, 3, seed=1), 0.3)
-    x, y = gaussian(2, 3, 5, seed=2), gaussian(2, 3, 5, seed=3)
-    torch.testing.assert_close((root.solve(y) * x).sum(), (y * root.solve_transpose(x)).sum())
 
 
 @pytest.mark.parametrize("diagonal", ["neither", "inputs", "outputs"])
@@ -211,7 +192,10 @@ def test_a_factor_that_float64_cannot_factor_either_is_an_error() -> None:
 @pytest.mark.parametrize("spoil", ["nothing", "upper triangle", "lower triangle", "sign", "diagonal"])
 def test_a_root_that_nobody_looked_at_says_whether_it_is_good(spoil: str) -> None:
     inputs, outputs = positive(2, 4), positive(2, 3, seed=1)
-    diagonal = outputs.diagonal(dim1=1, dim2=2).clone()
+    diagonal, x = outputs.diagonal(dim1=1, dim2=2).clone(), gaussian(2, 3, seed=4)
+    of_diagonal = diagonal_root(diagonal, 0.5)
+    torch.testing.assert_close(of_diagonal.solve(of_diagonal.solve_transpose(x)), x / (diagonal + 0.25))
+    torch.testing.assert_close(of_diagonal.solve_normal(x), x / (diagonal + 0.25))
     if spoil == "diagonal":
         diagonal[1, 2] = math.nan
     elif spoil == "sign":
@@ -236,13 +220,6 @@ def test_nan_and_infinity_in_a_factor_are_errors(value: float) -> None:
         kronecker_root(positive(1, 3), spoilt.diagonal(dim1=1, dim2=2) * value, 1.0)
     with pytest.raises(FloatingPointError, match="NaN or infinity"):
         diagonal_root(spoilt, 1.0)
-
-
-def test_the_root_of_a_diagonal_is_that_of_the_damped_diagonal() -> None:
-    diagonal, x = gaussian(4, 3).square(), gaussian(4, 3, seed=1)
-    root = diagonal_root(diagonal, 0.5)
-    torch.testing.assert_close(root.solve(root.solve_transpose(x)), x / (diagonal + 0.25))
-    torch.testing.assert_close(root.solve_normal(x), x / (diagonal + 0.25))
 
 
 # --- what a back-propagated vector finds -----------------------------------------------------------------------------
@@ -270,16 +247,7 @@ def test_the_uses_of_a_parameter_add_up_to_its_gradient(case: Case) -> None:
         torch.testing.assert_close(probe.gradients[name], g, rtol=1e-9, atol=1e-11)
     if case.name != "batch_norm_train":
         assert all(torch.equal(b, buffers[name]) for name, b in module.named_buffers())
-
-
-def test_a_layer_that_writes_over_its_input_is_read_before() -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 2)).double()
-    inputs, cotangent = gaussian(6, 4), gaussian(6, 2, seed=1)
-    probe = probe_layers(module, (inputs,), [module[0]], {}, lambda outputs: cotangent)
-    (use,) = [use for _, name, use in probe.uses if name == "weight"]
-    expected = torch.autograd.grad(module(inputs), module[0].weight, cotangent)[0]
-    torch.testing.assert_close(use.total(), expected)
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.modules())
 
 
 def test_a_layer_that_nothing_comes_back_to_has_no_use() -> None:
@@ -299,14 +267,6 @@ def test_a_layer_that_nothing_comes_back_to_has_no_use() -> None:
     probe = probe_layers(net, (gaussian(4, 3),), list(module.values()), ignored, torch.ones_like)
     assert {layer for layer, _, _ in probe.uses} == {module["used"]}
     assert not probe.gradients["weight"].any()
-
-
-def test_the_module_keeps_its_buffers_and_hooks() -> None:
-    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
-    before = {name: b.clone() for name, b in module.named_buffers()}
-    probe_layers(module, (gaussian(6, 4),), list(module), {}, torch.ones_like)
-    assert all(torch.equal(b, before[name]) for name, b in module.named_buffers())
-    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module)
 
 
 def test_dropout_inside_a_layer_has_the_mask_of_the_run() -> None:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_struct.functional import Linearization, linearize
-from lightning_struct.functional.vectors import inner
 from tests.cases import CASES, Case, dense_jacobian, flat, gaussian, mlp, random_like, shared_layer_mlp, trainable
 
 COVERED = [pytest.param(case, backend, id=f"{case}-{backend}") for case in CASES for backend in case.backends]
@@ -53,11 +54,6 @@ def test_per_sample_products_equal_the_dense_jacobian(case: Case, backend: str) 
     squares = gradients.square()
     torch.testing.assert_close(flat(linearization.squared_vjp(u)), squares.sum(0), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(linearization.squared_norms(u), squares.sum(1), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("case", [named(case) for case in CASES])
-def test_the_backend_is_chosen_by_what_covers_the_module(case: Case) -> None:
-    assert linearized(case, case.automatic)[2].backend == case.automatic
 
 
 def test_chunks_leave_what_they_multiply_as_it_is() -> None:
@@ -126,17 +122,26 @@ def test_buffers_are_left_as_they_are(backend: str) -> None:
         assert torch.equal(buffer, before[name]), name
 
 
-def test_layer_rules_see_through_a_forward_of_the_users_own() -> None:
-    class Autoencoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.decoder = nn.Sequential(nn.Linear(4, 2), nn.Sigmoid()), nn.Linear(2, 4)
+class Net(nn.Module):
+    """Two layers and something between them, or beside them."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.decoder(self.encoder(x))
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.between = nn.Linear(4, 2), nn.Linear(2, 4), between
+        self.metric = nn.Softmax(1)  # is not called
 
-    module = Autoencoder()
-    assert linearize(module, trainable(module), torch.randn(3, 4)).backend == "layer_rules"
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("between", "backend"),
+    [(nn.Sigmoid(), "layer_rules"), (lambda x: 2 * x, "double_backward"), (lambda x: x.mul_(2), "double_backward")],
+    ids=["a layer", "a product", "a product in place"],
+)
+def test_layer_rules_are_used_where_nothing_happens_between_the_layers(between: Any, backend: str) -> None:
+    module = Net(between)
+    assert linearize(module, trainable(module), torch.randn(3, 4)).backend == backend
 
 
 @pytest.mark.parametrize("backend", ["layer_rules", "linearize", "double_backward"])
@@ -147,47 +152,6 @@ def test_a_layer_that_is_registered_twice_keeps_its_parameters(backend: str) -> 
     linearization.jvp(trainable(module))
     linearization.squared_norms(linearization.outputs)
     assert [id(p) for p in module.parameters()] == [id(p) for p in own]
-
-
-def test_layer_rules_are_used_beside_layers_without_rules_that_are_not_called() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.metric = mlp(), nn.Softmax(1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x)
-
-    module = Net()
-    assert linearize(module, trainable(module), torch.randn(3, 4)).backend == "layer_rules"
-
-
-def test_layer_rules_are_not_used_where_something_happens_between_the_layers() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 2), nn.Linear(2, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(2 * self.first(x))
-
-    module = Scaled()
-    assert linearize(module, trainable(module), torch.randn(3, 4)).backend == "double_backward"
-
-
-def test_layer_rules_are_not_used_where_a_value_is_changed_in_place() -> None:
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 2), nn.Linear(2, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.first(x)
-            hidden.mul_(2)
-            return self.second(hidden)
-
-    module = InPlace()
-    assert linearize(module, trainable(module), torch.randn(3, 4)).backend != "layer_rules"
 
 
 def test_layer_rules_are_not_used_through_layers_without_gradients() -> None:
@@ -222,34 +186,30 @@ def test_bfloat16_autocast_products_are_near_the_float32_ones() -> None:
     torch.testing.assert_close(flat(gradients), flat(exact.vjp(u)), rtol=0.05, atol=0.05)
 
 
-def test_norms_of_vectors_are_as_exact_under_autocast() -> None:
-    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
-    with torch.autocast("cpu", torch.bfloat16):
-        value = inner(x, x)
-    torch.testing.assert_close(value, x.double().square().sum(), rtol=1e-6, atol=0)
-
-
-def test_an_unknown_backend_is_named() -> None:
-    module = mlp()
-    with pytest.raises(ValueError, match="'jax'"):
-        linearize(module, trainable(module), torch.randn(3, 4), backend="jax")
-
-
-def test_layer_rules_by_name_refuse_a_module_they_do_not_cover() -> None:
-    module = nn.Conv1d(3, 2, 2)
-    with pytest.raises(ValueError, match="chain of Linear"):
-        linearize(module, trainable(module), torch.randn(3, 3, 4), backend="layer_rules")
-
-
-def test_a_module_with_everything_frozen_is_an_error() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        linearize(mlp(), {}, torch.randn(3, 4))
-
-
-def test_an_output_that_is_no_tensor_is_an_error_with_the_remedy() -> None:
-    module = nn.RNN(4, 3)
-    with pytest.raises(TypeError, match="wrap it"):
-        linearize(module, trainable(module), torch.randn(3, 2, 4), backend="double_backward")
+@pytest.mark.parametrize(
+    ("module", "params", "options", "error", "message"),
+    [
+        (mlp(), None, {"backend": "jax"}, ValueError, "'jax'"),
+        (nn.PReLU(), None, {"backend": "layer_rules"}, ValueError, "chain of Linear"),
+        (mlp(), {}, {}, ValueError, "frozen"),
+        (nn.RNN(4, 3), None, {"backend": "double_backward"}, TypeError, "wrap it"),
+        (nn.BatchNorm1d(4), None, {"chunk_size": 2}, ValueError, "leave chunk_size out"),
+        (
+            nn.PReLU(),
+            {"wieght": torch.ones(1)},
+            {},
+            ValueError,
+            "PReLU has no wieght: params are named as by named_param",
+        ),
+        (nn.PReLU(), [torch.ones(1)], {}, TypeError, r"as dict\(model.named_parameters\(\)\), got list"),
+    ],
+    ids=["backend", "chain", "frozen", "tuple", "chunks", "name", "list"],
+)
+def test_what_cannot_be_linearised_is_named_with_the_remedy(
+    module: nn.Module, params: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        linearize(module, trainable(module) if params is None else params, torch.randn(3, 4), **options)
 
 
 def test_per_sample_products_are_refused_where_the_batch_is_normalised() -> None:
@@ -257,12 +217,6 @@ def test_per_sample_products_are_refused_where_the_batch_is_normalised() -> None
     linearization = linearize(module, trainable(module), torch.randn(6, 4))
     with pytest.raises(ValueError, match="eval mode"):
         linearization.squared_norms(torch.randn(6, 3))
-
-
-def test_chunks_are_refused_where_the_batch_is_normalised() -> None:
-    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    with pytest.raises(ValueError, match="leave chunk_size out"):
-        linearize(module, trainable(module), torch.randn(6, 4), chunk_size=2)
 
 
 def test_an_operation_without_a_second_derivative_is_named() -> None:
@@ -305,18 +259,6 @@ def test_an_error_of_the_module_is_raised_as_it_is() -> None:
     module = Fails(2, 2)
     with pytest.raises(RuntimeError, match="^of the module itself$"):
         linearize(module, trainable(module), torch.ones(3, 2))
-
-
-def test_a_name_that_the_module_does_not_have_is_refused():
-    module = torch.nn.Linear(2, 1)
-    with pytest.raises(ValueError, match="Linear has no wieght: params are named as by named_parameters"):
-        linearize(module, {"weight": module.weight, "wieght": module.weight}, torch.ones(3, 2))
-
-
-def test_parameters_that_are_no_dict_are_refused_with_the_remedy():
-    module = torch.nn.Linear(2, 1)
-    with pytest.raises(TypeError, match=r"as dict\(model.named_parameters\(\)\), got list"):
-        linearize(module, list(module.parameters()), torch.ones(3, 2))
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])

@@ -91,29 +91,6 @@ def test_reported_quadratic_and_residual_are_those_of_the_solution_midway(precon
     assert result.residual_norm == pytest.approx((b - matrix @ result.x).norm().item(), rel=1e-10)
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
-def test_vectors_may_be_dicts_whose_keys_come_in_any_order(scaled: bool) -> None:
-    matrix, b, x0, scale = positive_definite(6, 9), gaussian(6, seed=10), gaussian(6, seed=11), gaussian(6, seed=12)
-
-    def split(x: Tensor, reverse: bool = False) -> dict[str, Tensor]:
-        parts = {"weight": x[:4].view(2, 2), "bias": x[4:]}
-        return dict(reversed(parts.items())) if reverse else parts
-
-    def matvec(x: dict[str, Tensor]) -> dict[str, Tensor]:
-        return split(matrix @ torch.cat([x["weight"].reshape(-1), x["bias"]]), reverse=True)
-
-    result = conjugate_gradient(
-        matvec,
-        split(b),
-        x0=split(x0, reverse=True),
-        preconditioner=split(scale.abs() + 0.2, reverse=True) if scaled else None,
-        progress_tolerance=0.0,
-        rtol=1e-13,
-    )
-    assert list(result.x) == ["weight", "bias"]
-    torch.testing.assert_close(result.x, split(torch.linalg.solve(matrix, b)), rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize(("tolerance", "window"), [(5e-4, 10), (5e-3, 10), (0.05, 2)])
 @pytest.mark.parametrize("n", [40, 400])
 def test_martens_rule_stops_where_a_loop_over_the_recorded_quadratics_says(
@@ -136,19 +113,8 @@ def test_martens_rule_stops_where_a_loop_over_the_recorded_quadratics_says(
 
     result = conjugate_gradient(product(matrix), b, maxiter=250, progress_tolerance=tolerance, progress_window=window)
     assert (result.iterations, result.stop_reason) == (stop(), "progress")
-
-
-def test_martens_rule_looks_back_a_tenth_of_the_iterations_in_a_long_solve() -> None:
-    """Past iteration 110 the interval is longer than 10; the solve above with 400 unknowns must get there."""
-    matrix, b = positive_definite(400, seed=13, condition=3e4), gaussian(400, seed=14)
-    assert conjugate_gradient(product(matrix), b, maxiter=250, progress_tolerance=5e-4).iterations > 110
-
-
-def test_a_zero_tolerance_turns_martens_rule_off() -> None:
-    """Near convergence rounding makes the quadratic rise a little, which comparing with 0 would take for a stop."""
-    matrix, b = positive_definite(8, seed=3, condition=1e3), gaussian(8, seed=4)
-    result = conjugate_gradient(product(matrix), b, maxiter=40, progress_tolerance=0.0)
-    assert result.stop_reason == "residual"
+    if (n, tolerance) == (400, 5e-4):  # past iteration 110 the interval is longer than 10
+        assert result.iterations > 110
 
 
 def test_an_indefinite_matrix_ends_with_curvature_and_the_iterate_before_it() -> None:
@@ -159,13 +125,8 @@ def test_an_indefinite_matrix_ends_with_curvature_and_the_iterate_before_it() ->
     assert result.stop_reason == "curvature"
     assert result.iterations == len(iterates) >= 1
     assert torch.equal(result.x, iterates[-1])
-
-
-def test_a_negative_definite_matrix_returns_the_start() -> None:
-    b = gaussian(4, seed=17)
     result = conjugate_gradient(lambda x: -x, b)
-    assert (result.stop_reason, result.iterations) == ("curvature", 0)
-    assert torch.equal(result.x, torch.zeros_like(b))
+    assert (result.stop_reason, result.iterations, result.x.any().item()) == ("curvature", 0, False)
 
 
 @pytest.mark.parametrize("solved", ["zero_b", "exact_start"])
@@ -192,27 +153,16 @@ def test_rtol_ends_the_solve_at_the_first_small_residual() -> None:
 def test_a_true_value_of_the_callback_ends_the_solve_with_the_iterate_that_it_saw() -> None:
     matrix, b = positive_definite(9, seed=20), gaussian(9, seed=21)
     seen: list[Tensor] = []
+    copies: list[Tensor] = []
 
     def callback(iteration: int, solution: Callable[[], Tensor]) -> bool:
         seen.append(solution())
+        copies.append(seen[-1].clone())
         return iteration == 3
 
     result = conjugate_gradient(product(matrix), b, callback=callback)
     assert (result.stop_reason, result.iterations, len(seen)) == ("callback", 3, 3)
-    assert torch.equal(result.x, seen[-1])
-
-
-def test_what_the_callback_kept_does_not_change_afterwards() -> None:
-    matrix, b = positive_definite(9, seed=20), gaussian(9, seed=21)
-    kept: list[Tensor] = []
-    copies: list[Tensor] = []
-
-    def callback(iteration: int, solution: Callable[[], Tensor]) -> None:
-        kept.append(solution())
-        copies.append(kept[-1].clone())
-
-    conjugate_gradient(product(matrix), b, maxiter=4, callback=callback)
-    assert len(kept) == 4 and all(torch.equal(a, c) for a, c in zip(kept, copies, strict=True))
+    assert torch.equal(result.x, seen[-1]) and all(map(torch.equal, seen, copies))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -246,17 +196,13 @@ def test_an_iteration_waits_twice_for_the_device_whatever_the_number_of_tensors(
 
 def test_maxiter_zero_returns_the_start_and_its_residual() -> None:
     matrix, b, x0 = positive_definite(5, seed=22), gaussian(5, seed=23), gaussian(5, seed=24)
+    copies = b.clone(), x0.clone()
+    conjugate_gradient(product(matrix), b, x0=x0)
+    assert torch.equal(b, copies[0]) and torch.equal(x0, copies[1])
     result = conjugate_gradient(product(matrix), b, x0=x0, maxiter=0)
     assert (result.stop_reason, result.iterations) == ("maxiter", 0)
     assert torch.equal(result.x, x0)
     assert result.residual_norm == pytest.approx((b - matrix @ x0).norm().item(), rel=1e-14)
-
-
-def test_arguments_are_left_as_they_were() -> None:
-    matrix, b, x0 = positive_definite(5, seed=22), gaussian(5, seed=23), gaussian(5, seed=24)
-    copies = b.clone(), x0.clone()
-    conjugate_gradient(product(matrix), b, x0=x0)
-    assert torch.equal(b, copies[0]) and torch.equal(x0, copies[1])
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e25])
@@ -291,7 +237,7 @@ def test_an_option_out_of_range_is_named(options: dict[str, Any], message: str) 
 
 
 @given(st.integers(1, 12), st.integers(0, 10_000), st.sampled_from([1.0, 1e2, 1e4]))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_the_quadratic_falls_at_every_step(n: int, seed: int, condition: float) -> None:
     matrix, b, x0 = positive_definite(n, seed, condition), gaussian(n, seed=seed + 1), gaussian(n, seed=seed + 2)
     values = [quadratic(matrix, b, x0)]
@@ -308,7 +254,7 @@ def test_the_quadratic_falls_at_every_step(n: int, seed: int, condition: float) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_solve_ends_where_only_rounding_is_left(dtype):
-    for seed in range(20):
+    for seed in range(8):
         generator = torch.Generator().manual_seed(seed)
         A = torch.randn(12, 12, generator=generator, dtype=torch.float64)
         B, b = (A @ A.T + torch.eye(12)).to(dtype), torch.randn(12, generator=generator, dtype=torch.float64).to(dtype)

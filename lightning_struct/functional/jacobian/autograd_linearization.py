@@ -146,7 +146,7 @@ class Linearize(_Autograd):
     This is ``torch.func.linearize``, but for one step: in-place operations are made functional before the trace is cut
     in two. Without it recurrent layers are right in the first product and wrong in all later ones (torch 2.15). A trace
     in which in-place writes are left (``padding_mode="circular"``) is refused, since the cut loses them: memory that
-    was never written would be read. What else may be traced wrongly in silence is caught by a check against Jᵀu.
+    was never written would be read. A check against Jᵀu catches other traces that are wrong in silence.
     """
 
     backend = "linearize"

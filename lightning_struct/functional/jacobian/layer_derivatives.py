@@ -2,8 +2,8 @@
 
 J v is the derivative of u -> Jᵀu: a backward pass through a backward pass. Torch's second derivatives of some layers
 take far more than a product needs: those of recurrent layers run through each operation of each step in time, those of
-normalisations through tens of small operations, and those of convolutions compute what nobody asked for. Within
-:func:`layer_derivatives` these layers compute what they compute else, and their derivatives by the classes below.
+normalisations through tens of small operations, and those of convolutions compute more than is needed. Within
+:func:`layer_derivatives` these layers return the same outputs, and the classes below give their derivatives.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def map_items(function: Callable[[Any], Any], value: Any) -> Any:
 def rows_of_arguments(args: tuple[Any, ...], rows: slice, samples: int) -> tuple[Any, ...]:
     """Rows of a module's arguments: of tensors, also in dicts, that have a row for each of the samples.
 
-    What else there is stays whole.
+    All other arguments stay whole.
     """
 
     def cut(value: Any) -> Any:

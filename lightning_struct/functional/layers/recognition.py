@@ -8,7 +8,7 @@ features, as that of every normalisation and scaling is, the gradients of these 
 again.
 
 Each configuration of each type is tried once. Layers that have other layers below them are not tried, nor are those
-that couple the samples of a batch; what raises an error is not recognised.
+that couple the samples of a batch; a layer that raises an error is not recognised.
 """
 
 from __future__ import annotations

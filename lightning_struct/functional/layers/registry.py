@@ -348,7 +348,7 @@ def excluded_modules(
 
 
 def _names_instead_of(pattern: str, names: Iterable[str]) -> str:
-    """The end of a sentence for who has given a pattern, or a part of a name, where a name is wanted; or empty."""
+    """The end of an error about a name: the remedy if it is a pattern or a part of a name, else empty."""
     there = [name for name in names if name]
     if not set(pattern) & set("*?["):
         longer = [name for name in there if name.endswith(f".{pattern}")]

@@ -267,7 +267,7 @@ class RowRecords:
         try:
             with context(), torch.enable_grad():
                 single = _single_row(self.module, name, inputs, params, buffers, inputs.row(0))
-            if single.numel() != block[0].numel():  # told before it is recorded, which takes far longer
+            if single.numel() != block[0].numel():  # seen before it is recorded, which takes far longer
                 return self.refuse(name, _why_not_of_a_row(single, block))
             with context():
                 single_row = partial(_single_row, self.module, name, inputs)

@@ -135,7 +135,7 @@ def _place_of_samples(outputs: Sequence[Tensor], call: LayerCall) -> _Place:
     """The place of the samples, the same in all outputs of a call.
 
     Raises:
-        Uncovered: there is none, it cannot be told which it is, or the rows of a sample need not be consecutive.
+        Uncovered: there is none, there are several, or the rows of a sample need not be consecutive.
     """
     admissible = admissible_sizes(call.samples)
     for output in outputs:

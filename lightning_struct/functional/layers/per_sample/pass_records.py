@@ -39,8 +39,8 @@ class PendingCall:
         call: without cotangents.
         parameters: those that it uses, by name.
         backward: the pass within which it was made, by a checkpoint, or -1.
-        rerun: where the layer is run again.
-        use: where only this use inside of the call is meant.
+        rerun: state for running the layer again; None if it is not.
+        use: the one use inside of the call that the cotangents are of; None for the whole call.
         accumulated: the parameters whose gradients it has taken part in.
     """
 
@@ -53,7 +53,7 @@ class PendingCall:
 
 
 def pending_call(call: LayerCall, parameters: dict[str, nn.Parameter], state: RandomState | None) -> PendingCall:
-    """A call as it is kept for the backward pass, cut off from the graph.
+    """The record of a call for the backward pass, cut off from the graph.
 
     Args:
         call: with its outputs.

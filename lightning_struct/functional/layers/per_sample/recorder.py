@@ -449,7 +449,7 @@ class GradientNormRecorder:
         return shares
 
     def _watch(self, parameter: nn.Parameter) -> None:
-        """Be told when the gradient of ``parameter`` has been accumulated, once for each backward pass."""
+        """Hook the accumulation of the gradient of ``parameter``, once for each backward pass."""
         if parameter in self._watched or not parameter.requires_grad or is_lazy(parameter):
             return
         self._watched.add(parameter)

@@ -44,7 +44,7 @@ def sample_layout(size: Sequence[int], leading: int, call: LayerCall, *, groups:
     :func:`~lightning_struct.functional.layers.per_sample.layer_contributions.contributions`.
 
     Raises:
-        Uncovered: in none of them, or it cannot be told in which.
+        Uncovered: none of them is that of the samples, or several may be.
     """
     if leading < 1:
         raise Uncovered(f"it read a tensor of shape {tuple(size)}, which has no dimension of samples")

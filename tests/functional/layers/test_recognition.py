@@ -242,6 +242,11 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
+class DoubledRecurrence(nn.GRU):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(2 * x)
+
+
 class Sharpened(LayerScale):
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.gamma * x)
@@ -276,6 +281,7 @@ class Failing(LayerScale):
 
 OTHERS = {
     "another product": lambda: Doubled(4, 4),
+    "another recurrence": lambda: DoubledRecurrence(4, 4),
     "not affine": lambda: Sharpened(4),
     "samples together": lambda: Centered(4),
     "a state": lambda: Counting(4),

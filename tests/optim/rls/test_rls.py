@@ -164,9 +164,10 @@ def test_changes_of_the_gradients_count_though_few_rows_are_multiplied_by_themse
     torch.testing.assert_close(weights(few), weights(plain), rtol=0, atol=1e-13)
 
 
-def test_the_norm_of_all_gradients_is_clipped_within_the_step() -> None:
+@pytest.mark.parametrize("bound", [0.1, 100.0])
+def test_the_norm_of_all_gradients_is_clipped_within_the_step(bound: float) -> None:
     module, reference = mixed(), mixed()
-    optimizer = RLS(module, max_grad_norm=0.1, auxiliary=partial(torch.optim.SGD, lr=0.1))
+    optimizer = RLS(module, max_grad_norm=bound, auxiliary=partial(torch.optim.SGD, lr=0.1))
     plain = RLS(reference, auxiliary=partial(torch.optim.SGD, lr=0.1))
     indices = torch.tensor([1, 4, 4, 7])
     for _ in range(4):
@@ -174,8 +175,8 @@ def test_the_norm_of_all_gradients_is_clipped_within_the_step() -> None:
         plain.zero_grad()
         squared(module, indices).backward()
         squared(reference, indices).backward()
-        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-        assert norm > 0.1
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), bound)
+        assert (norm > bound) == (bound < 1)
         optimizer.step()
         plain.step()
     torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-12)

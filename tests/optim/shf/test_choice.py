@@ -359,6 +359,15 @@ class Skipping(nn.Module):
         return x + self.layer(x).tanh()
 
 
+class Anchored(Skipping):
+    """Calls its layer without a graph, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            anchor = self.layer(-x)
+        return super().forward(x) * anchor
+
+
 @pytest.mark.parametrize("build, exact", [(Borrowing, True), (Skipping, False)])
 def test_the_variance_that_layers_do_not_show_or_are_not_asked_for_is_that_of_the_two_halves(
     build: type[nn.Module], exact: bool
@@ -378,9 +387,10 @@ def test_the_variance_that_layers_do_not_show_or_are_not_asked_for_is_that_of_th
     assert report.gradient_variance == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_exact_variance_is_that_of_single_samples() -> None:
+@pytest.mark.parametrize("build", [Skipping, Anchored])
+def test_the_exact_variance_is_that_of_single_samples(build: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    module, (inputs, _) = Skipping().double(), batch(11)
+    module, (inputs, _) = build().double(), batch(11)
     targets = torch.zeros(11, 4, dtype=torch.float64)
     rows = []
     for x, y in zip(inputs, targets, strict=True):

@@ -470,7 +470,6 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--longer", type=int, default=1, metavar="FACTOR", help="of the seconds, samples and epochs")
-    parser.add_argument("--report", action="store_true", help="print what is there, without new runs")
     harness.add_job_options(parser)
     options = parser.parse_args()
     if options.job:
@@ -489,9 +488,7 @@ def main() -> None:
         for way in options.ways
         if is_for(way, TASKS[name])
     ]
-    if not options.report:
-        harness.run_jobs(output, jobs, options.jobs)
-    if runs := harness.runs_of(output, jobs):
+    if runs := harness.run_jobs(output, jobs, options.jobs):
         report(runs)
         draw(runs).savefig(output / "growing_batch_size.png")
         print(f"\npicture: {output / 'growing_batch_size.png'}")

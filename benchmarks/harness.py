@@ -67,8 +67,11 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """``--jobs``, and ``--job`` for the processes that :func:`run_jobs` starts."""
+    """``--jobs``, ``--report`` for none, and ``--job`` for the processes that :func:`run_jobs` starts."""
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument(
+        "--report", dest="jobs", action="store_const", const=0, help="print the runs that are there, without new ones"
+    )
     parser.add_argument("--job", help=argparse.SUPPRESS)
 
 
@@ -205,7 +208,7 @@ def run_jobs(experiment: Path, jobs: Sequence[Job], workers: int, command: Seque
     Args:
         experiment: keeps the runs.
         jobs: what is to be run.
-        workers: how many at a time.
+        workers: how many at a time; 0 runs none.
         command: what is started for a job, with ``--job`` added; by default this script with its own arguments.
 
     Returns:
@@ -219,18 +222,13 @@ def run_jobs(experiment: Path, jobs: Sequence[Job], workers: int, command: Seque
         print(f"{job.title}: {'done' if done.returncode == 0 else done.stderr[-2000:]}", flush=True)
 
     before = named_runs(experiment)
-    missing = [job for job in jobs if job.is_missing(before)]
-    pool = ThreadPoolExecutor(workers)
+    missing = [job for job in jobs if workers and job.is_missing(before)]
+    pool = ThreadPoolExecutor(max(workers, 1))
     try:
         for _ in progress(pool.map(start, missing), len(missing)):
             pass
     finally:  # where the benchmark is stopped, no further job begins
         pool.shutdown(cancel_futures=True)
-    return runs_of(experiment, jobs)
-
-
-def runs_of(experiment: Path, jobs: Iterable[Job]) -> list[Run]:
-    """The runs of the jobs that have one, in the order of the jobs."""
     runs = named_runs(experiment)
     return [runs[job.name] for job in jobs if job.name in runs]
 

@@ -317,7 +317,6 @@ def main() -> None:
         choices=METHODS,
         default=[name for name in METHODS if name not in (WITHOUT_WARM_START, EXACT)],
     )
-    parser.add_argument("--only-print", action="store_true", help="the tables of the runs that are there")
     harness.add_job_options(parser)
     arguments = parser.parse_args()
     if arguments.job:
@@ -334,8 +333,7 @@ def main() -> None:
         for seed in arguments.seeds
         for method in arguments.methods
     ]
-    if not arguments.only_print:
-        harness.run_jobs(directory, jobs, arguments.jobs)
+    harness.run_jobs(directory, jobs, arguments.jobs)
     runs = harness.load_runs(directory)
     harness.print_machines(runs)
     print_tables(runs)

@@ -202,7 +202,6 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="+", choices=tuple(RATES), default=list(RATES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--decay", action="store_true", help="weight decay instead of rates")
-    parser.add_argument("--report", action="store_true", help="print what is there, without new runs")
     harness.add_job_options(parser)
     options = parser.parse_args()
     if options.job:
@@ -222,9 +221,7 @@ def main() -> None:
         for layer in options.layers
         for optimizer in options.optimizers
     ]
-    if not options.report:
-        harness.run_jobs(options.output, jobs, options.jobs)
-    if runs := harness.runs_of(options.output, jobs):
+    if runs := harness.run_jobs(options.output, jobs, options.jobs):
         report(runs)
 
 

@@ -101,6 +101,7 @@ def test_jobs_run_in_processes_of_their_own_if_their_runs_are_missing(
     )
     jobs = [harness.Job(f"job {x}", str(x), {"x": x}) for x in (3, 4, "text")]
     (tmp_path / "squares.jsonl").write_text('{"run": "3", "square": 0}\n')
+    assert [run["square"] for run in harness.run_jobs(tmp_path / "squares", jobs, workers=0)] == [0]
     runs = harness.run_jobs(tmp_path / "squares", jobs, workers=2, command=[sys.executable, str(script)])
     assert [run["square"] for run in runs] == [0, 16]
     assert runs[1]["process"] not in (None, harness.os.getpid())

@@ -36,9 +36,20 @@ def modules() -> dict[str, ast.Module]:
     return trees
 
 
-def imports(tree: ast.Module) -> Iterator[str]:
+@cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    """All nodes of a tree, which several tests read."""
+    return list(ast.walk(tree))
+
+
+@cache
+def imports(tree: ast.Module) -> list[str]:
     """The modules that are imported anywhere in a module, in functions and for type checkers too."""
-    for node in ast.walk(tree):
+    return list(iterate_imports(tree))
+
+
+def iterate_imports(tree: ast.Module) -> Iterator[str]:
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -116,7 +127,7 @@ def private_imports(tree: ast.Module) -> list[str]:
     """The private names, and names from private modules, that are imported from modules of the package."""
     return [
         f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == PACKAGE
         for alias in node.names
         if any(
@@ -146,8 +157,8 @@ def test_what_works_with_both_namespaces_imports_neither():
 
 def private_names_of_others(tree: ast.Module, ours: set[str]) -> set[str]:
     """The private attributes and imports in a module that nobody in the package has defined."""
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(tree):
+    used = {node.attr for node in nodes(tree) if isinstance(node, ast.Attribute)}
+    for node in nodes(tree):
         if isinstance(node, ast.ImportFrom):
             used |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr"):
@@ -156,7 +167,7 @@ def private_names_of_others(tree: ast.Module, ours: set[str]) -> set[str]:
 
 
 def private_names_defined(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -182,12 +193,12 @@ def private_names_of_torch(tree: ast.Module) -> set[str]:
     """Names with a leading underscore that are imported from torch or read off it, such as ``torch._C``."""
     found = {
         f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "torch"
         for alias in node.names
     }
-    found |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    found |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    found |= {alias.name for node in nodes(tree) if isinstance(node, ast.Import) for alias in node.names}
+    found |= {ast.unparse(node) for node in nodes(tree) if isinstance(node, ast.Attribute)}
     return {name for name in found if re.fullmatch(r"torch(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*", name)}
 
 

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from doctest import DocTestParser
@@ -8,38 +9,9 @@ import pytest
 import lightning_struct
 import lightning_struct.callbacks
 
-
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-
-
-def test_importing_the_package_loads_no_library():
-    loaded = run(
-        "import sys, lightning_struct;"
-        "print([name for name in ('torch', 'lightning', 'torchvision', 'matplotlib') if name in sys.modules])"
-    )
-    assert loaded == "[]"
-
-
-@pytest.mark.slow
-def test_lower_layers_do_not_load_lightning():
-    packages = ", ".join(f"lightning_struct.{name}" for name in ("functional", "optim", "nn"))
-    assert run(f"import sys, {packages}; print('lightning' in sys.modules)") == "False"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("set_up", "shown"),
-    [("pass", False), ("logging.basicConfig(level='INFO')", True)],
-)
-def test_choices_of_an_optimizer_are_shown_if_logging_is_set_up_to_show_them(set_up, shown):
-    code = f"import logging, torch; {set_up}; from lightning_struct.optim import RLS; RLS(torch.nn.Linear(2, 2))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ("RLS takes" in done.stderr) == shown
-
-
-LIST_IMPORTS_OF_THE_PACKAGE = """
-import builtins
+# One process answers all questions about imports, in this order.
+STEPS = """
+import builtins, json, logging, sys
 
 original, imported = builtins.__import__, set()
 
@@ -48,17 +20,49 @@ def spy(name, globals=None, *arguments):
         imported.add(name.split(".")[0])
     return original(name, globals, *arguments)
 
+def loaded():
+    return [name for name in ("torch", "lightning", "torchvision", "matplotlib") if name in sys.modules]
+
 builtins.__import__ = spy
 import lightning_struct
+answers = {"package": loaded()}
+import lightning_struct.functional, lightning_struct.nn, torch
+from lightning_struct.optim import RLS
+answers["lower layers"] = loaded()
+RLS(torch.nn.Linear(2, 2))
+print("logging is set up", file=sys.stderr)
+logging.basicConfig(level="INFO")
+RLS(torch.nn.Linear(2, 2))
 for name in lightning_struct.__all__:
     getattr(lightning_struct, name)
-print(*imported)
+print(json.dumps(answers | {"imported": sorted(imported)}))
 """
 
 
+@pytest.fixture(scope="module")
+def process():
+    return subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)
+
+
 @pytest.mark.slow
-def test_plug_ins_do_not_need_what_the_recipes_need():
-    imported = set(run(LIST_IMPORTS_OF_THE_PACKAGE).split())
+def test_importing_the_package_loads_no_library(process):
+    assert json.loads(process.stdout)["package"] == []
+
+
+@pytest.mark.slow
+def test_lower_layers_do_not_load_lightning(process):
+    assert json.loads(process.stdout)["lower layers"] == ["torch"]
+
+
+@pytest.mark.slow
+def test_choices_of_an_optimizer_are_shown_if_logging_is_set_up_to_show_them(process):
+    before, after = process.stderr.split("logging is set up")
+    assert "RLS takes" not in before and "RLS takes" in after
+
+
+@pytest.mark.slow
+def test_plug_ins_do_not_need_what_the_recipes_need(process):
+    imported = set(json.loads(process.stdout)["imported"])
     assert "torch" in imported and not imported & {"jsonargparse", "matplotlib", "rich", "torchvision"}
 
 

@@ -22,8 +22,14 @@ import torch
 import harness
 from autoencoders import data_arguments
 from lightning_struct.functional import conjugate_gradient
-from lightning_struct.optim.shf.batch_model import BatchModel
-from lightning_struct.optim.shf.kronecker import BlockPreconditioner, KroneckerFactors, averaged
+from lightning_struct.optim import Kronecker
+from lightning_struct.optim.shf.outputs.batch_model import BatchModel
+from lightning_struct.optim.shf.outputs.preconditioner import (
+    BlockPreconditioner,
+    KroneckerFactors,
+    averaged,
+    diagonal_scaling,
+)
 
 
 class SolverIterations(L.Callback):
@@ -47,10 +53,10 @@ class SolverIterations(L.Callback):
         inputs, targets = pl_module.inputs_and_targets(batch)
         weights = {name: p.detach() for name, p in pl_module.named_parameters()}
         l2, damping = shf.settings.l2, shf.damping
-        model = BatchModel(pl_module, shf.loss, weights, inputs, targets, l2=l2)
+        model = BatchModel(pl_module, shf.loss, weights, inputs, targets, shf.settings)
         preconditioners = {
             "none": None,
-            "diagonal": model.scaling("diagonal", damping, seed=trainer.global_step),
+            "diagonal": diagonal_scaling("diagonal", model, trainer.global_step, damping),
             "kronecker": self._kronecker(pl_module, model, math.hypot(damping, math.sqrt(l2))),
         }
         counts = []
@@ -70,7 +76,7 @@ class SolverIterations(L.Callback):
         """The preconditioner of this step: the averages of the steps before, with this batch in them."""
         shf = module.shf
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        kronecker = KroneckerFactors(module, trained)
+        kronecker = KroneckerFactors(module, trained, Kronecker(max_size=None))
         factors = kronecker.measure(model, seed=module.global_step)
         if module.global_step:
             factors = averaged(shf.state["shf"]["factors"], factors, shf.settings.preconditioner.decay)

@@ -37,7 +37,9 @@ from harness import Run
 from lightning_struct.functional import SquaredError
 from lightning_struct.functional.jacobian import autograd_linearization
 from lightning_struct.functional.solvers.least_squares import lsmr
-from lightning_struct.optim.shf.batch_model import BatchModel
+from lightning_struct.optim import SHF
+from lightning_struct.optim.shf.outputs.batch_model import BatchModel
+from lightning_struct.optim.shf.outputs.preconditioner import diagonal_scaling
 
 SIZES = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
 OURS = ("layer_rules", "linearize", "double_backward")
@@ -108,8 +110,9 @@ def our_iterations(variant: str, model: nn.Module, x: Tensor, y: Tensor, scaled:
     rules = nullcontext() if variant in OURS else patch.object(autograd_linearization, "layer_derivatives", nullcontext)
     with rules:
         backend = variant.partition(" ")[0]
-        batch = BatchModel(model, SquaredError(), weights, x, y, backend=backend, single_samples=scaled)
-    scaling = batch.scaling("diagonal", 1.0, seed=0) if scaled else None
+        settings = SHF.paper(model, "mse", backend=backend).settings
+        batch = BatchModel(model, SquaredError(), weights, x, y, settings, single_samples=scaled)
+    scaling = diagonal_scaling("diagonal", batch, seed=0, damping=1.0) if scaled else None
     start = torch.zeros_like(batch.gradient)
 
     def run(iterations: int) -> None:

@@ -30,7 +30,7 @@ from lightning_struct.functional import LeastSquares, ProjectedLeastSquares
 from lightning_struct.functional.residuals.residual_rows import RowRecords
 from lightning_struct.models.pinn import PhysicsInformedNetwork
 from lightning_struct.optim import SHF
-from lightning_struct.optim.shf.residual_model import ResidualModel
+from lightning_struct.optim.shf.residuals.model import ResidualModel
 
 PRODUCTS = (20, 40, 60, 80, 120, 160)
 RANK = 50

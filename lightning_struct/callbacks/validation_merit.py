@@ -17,6 +17,7 @@ from lightning_struct.callbacks.validation import (
     not_finite,
     validation_batches,
 )
+from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.optim.shf import SHF
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check, check_counts, check_positive, is_number
@@ -283,4 +284,6 @@ def _copy_on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shf_optimizers(trainer: L.Trainer) -> list[SHF]:
-    return [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, SHF)]
+    """The optimizers that a merit ends the solves of; those of residuals need none."""
+    found = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, SHF)]
+    return [optimizer for optimizer in found if not isinstance(optimizer.loss, LeastSquares)]

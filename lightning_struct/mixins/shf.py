@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_struct.callbacks.growing_batch_size import GradientStatistics, GrowingBatchSize
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.mixins.manual import ManualOptimization, Requirements, error_of_batch
-from lightning_struct.optim.shf import SHF, NextBatch, StepReport
+from lightning_struct.optim import SHF, NextBatch, StepReport
 from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
 
 # Callbacks that read or set ``lr`` in the groups of the optimizer, some of them only after epochs.

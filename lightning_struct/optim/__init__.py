@@ -1,16 +1,15 @@
 """Optimizers on torch alone: they work in a plain training loop."""
 
 from lightning_struct.optim.rls import RLS, FullP, LowRankP, RankOneP
-from lightning_struct.optim.shf import (
+from lightning_struct.optim.shf import SHF, StepReport
+from lightning_struct.optim.shf.settings import (
     CG,
     LSMR,
     LSQR,
-    SHF,
     Exact,
     Kronecker,
     LevenbergMarquardt,
     NextBatch,
-    StepReport,
     WarmStart,
 )
 

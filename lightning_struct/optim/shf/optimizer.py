@@ -13,18 +13,16 @@ from lightning_struct.functional.jacobian.losses import GaussNewtonLoss, get_los
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.solvers.least_squares import RightPreconditioner
 from lightning_struct.optim.requirements import (
-    LOWER_PRECISION,
     check_module,
-    refuse_distributed_tensors,
-    refuse_lazy,
     refuse_replaced,
     state_without_hooks,
     warn,
 )
-from lightning_struct.optim.shf.objective import Batches
-from lightning_struct.optim.shf.output_steps import OutputSteps
+from lightning_struct.optim.shf.diagnostics import check_parameters
+from lightning_struct.optim.shf.outputs.steps import OutputSteps
 from lightning_struct.optim.shf.report import StepReport
-from lightning_struct.optim.shf.residual_steps import ResidualSteps
+from lightning_struct.optim.shf.residuals.steps import ResidualSteps
+from lightning_struct.optim.shf.samples import Batches
 from lightning_struct.optim.shf.settings import (
     CG,
     LSMR,
@@ -41,6 +39,7 @@ from lightning_struct.optim.shf.settings import (
     warm_start_value,
 )
 from lightning_struct.optim.shf.step_state import StepState, check_state
+from lightning_struct.optim.shf.steps import Steps
 
 
 class SHF(torch.optim.Optimizer):
@@ -146,9 +145,9 @@ class SHF(torch.optim.Optimizer):
         )
         self.module = module
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        _check_parameters(module, named)
+        check_parameters(module, named)
         self._names = list(named)
-        self._steps: ResidualSteps | OutputSteps
+        self._steps: Steps
         if isinstance(objective, LeastSquares):
             self._steps = ResidualSteps(module, objective, given)
         else:
@@ -223,7 +222,14 @@ class SHF(torch.optim.Optimizer):
             with torch.enable_grad():
                 closure()
         self._check_trained()
-        self.report = self._steps.take(self._now, inputs, targets)
+        now, steps = self._now, self._steps
+        # Algorithm 1 on a batch that the caller has drawn; λ, γ and maxiter are in the parameter group
+        model = steps.linearize(now, inputs, targets)  # A and b at w (Algorithms 4 and 5)
+        solver = steps.solver(now, model)  # its preconditioner c (Algorithm 3)
+        update = steps.search(now, model, solver)  # d by LSMR (Algorithm 6), s by Armijo's rule, ρ (section 4.2)
+        steps.move(model, update)  # w <- w + s d
+        steps.adapt(now, model, solver, update)  # λ (section 4.2), γ and maxiter (section 4.5)
+        self.report = steps.report(now, model, update)  # n̂ of the norm test (equation (14))
         return self.report
 
     @property
@@ -291,12 +297,15 @@ class SHF(torch.optim.Optimizer):
 
         Args:
             batches: this process's share as (inputs, targets), on the module's device. The module is in eval mode while
-                it is evaluated, and the sums are reduced over processes. With residuals (``loss="least_squares"``)
-                nothing is done: their solvers need no merit.
+                it is evaluated, and the sums are reduced over processes.
 
         Raises:
-            ValueError: no samples on any process.
+            ValueError: no samples on any process; or a module that returns residuals, whose solvers need no merit.
         """
+        if not isinstance(self._steps, OutputSteps):
+            raise ValueError(  # noqa: TRY004
+                "loss='least_squares' takes no validation data: its solvers need no merit"
+            )
         self._steps.set_validation(batches, self.param_groups[0]["params"][0].device)
 
     def summary(self) -> str:
@@ -305,7 +314,12 @@ class SHF(torch.optim.Optimizer):
         Raises:
             ValueError: the preconditioner is another, or the module returns residuals, whose solvers have none.
         """
-        return self._steps.summary()
+        if not isinstance(self._steps, OutputSteps) or self._steps.kronecker is None:
+            raise ValueError(
+                f"only preconditioner='kronecker' has a summary, not {self.settings.preconditioner!r}; solvers of "
+                "residuals (loss='least_squares') have no preconditioner"
+            )
+        return self._steps.kronecker.summary()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a second group: the module's parameters are one.
@@ -332,7 +346,7 @@ class SHF(torch.optim.Optimizer):
     def _check_trained(self) -> None:
         """Raise ValueError where the module has other weights than when SHF was made, which a step would not move."""
         trained = dict(zip(self._names, self.param_groups[0]["params"], strict=True))
-        _check_parameters(self.module, trained)
+        check_parameters(self.module, trained)
         refuse_replaced([name for name, p in trained.items() if _parameter(self.module, name) is not p], "SHF")
         if frozen := [name for name, p in trained.items() if not p.requires_grad]:
             raise ValueError(
@@ -354,45 +368,3 @@ def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
         return module.get_parameter(name)
     except AttributeError:
         return None
-
-
-def _check_parameters(module: nn.Module, named: dict[str, nn.Parameter]) -> None:
-    scripted = [
-        name or "the module" for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)
-    ]
-    if scripted:
-        raise ValueError(
-            f"SHF calls the module with other weights, which TorchScript does not allow: {scripted[0]} is scripted or "
-            "traced. Give SHF the module as it is in Python; script it once it is trained"
-        )
-    refuse_lazy(named, "SHF")
-    if not named:
-        raise ValueError(
-            f"{type(module).__name__} has no parameter that requires a gradient: give SHF the module that it is to "
-            "train, or unfreeze the weights by requires_grad_()"
-        )
-    sparse = [
-        name
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad
-    ]
-    if sparse:
-        raise ValueError(
-            f"SHF needs dense gradients, and {', '.join(sparse)} have sparse ones: make them with sparse=False, or "
-            "freeze them"
-        )
-    refuse_distributed_tensors(named, "the factors and the Jacobian products need")
-    if numbers := [name for name, p in named.items() if p.is_complex()]:
-        raise ValueError(
-            f"SHF needs real weights, and these are complex: {', '.join(numbers[:3])}. Hold real and "
-            "imaginary parts in a real parameter (..., 2), and make the complex one of it by torch.view_as_complex"
-        )
-    dtypes = {p.dtype for p in named.values()}
-    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float64}:
-        raise ValueError(
-            f"SHF needs all weights in float32 or all in float64, got {', '.join(sorted(map(str, dtypes)))}; "
-            f"{LOWER_PRECISION}"
-        )
-    if len({p.device for p in named.values()}) > 1:
-        places = ", ".join(f"{name} -> {p.device}" for name, p in named.items())
-        raise ValueError(f"SHF needs all weights on one device, got {places}; move the module by module.to(device)")

@@ -1,11 +1,11 @@
-"""The samples of one batch, of which each process holds a share."""
+"""Samples of one batch, of which each process holds a share; and weights as one flat vector."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,36 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_struct.collective import all_gather_rows, rank
 from lightning_struct.functional.checks import NotFinite
 from lightning_struct.functional.layers.calls import rows_of_arguments, tensors_in
+
+Batches: TypeAlias = Sequence[tuple[Any, Tensor]]
+
+
+class FlatWeights:
+    """Weights by parameter name, and as one flat vector.
+
+    Attributes:
+        by_name: name -> weight.
+        vector: all weights, one after another.
+    """
+
+    def __init__(self, by_name: dict[str, Tensor]) -> None:
+        self.by_name = by_name
+        self._sizes = [p.numel() for p in by_name.values()]
+        self.vector = self.flat(by_name)
+
+    def flat(self, tensors: dict[str, Tensor]) -> Tensor:
+        """A dict of tensors by parameter name as one flat vector."""
+        return torch.cat([tensors[name].reshape(-1) for name in self.by_name])
+
+    def unflat(self, vector: Tensor) -> dict[str, Tensor]:
+        """The inverse of :meth:`flat`, as views."""
+        parts = vector.split(self._sizes)
+        return {name: part.view(p.shape) for (name, p), part in zip(self.by_name.items(), parts, strict=True)}
+
+    def add_(self, d: Tensor) -> None:
+        """Add a flat vector to the weights themselves; ``vector`` stays as it is."""
+        for name, part in self.unflat(d).items():
+            self.by_name[name].add_(part)
 
 
 @dataclass(frozen=True)

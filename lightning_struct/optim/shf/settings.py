@@ -314,25 +314,41 @@ class WarmStart(Choice):
 DAMPINGS = {"levenberg_marquardt": LevenbergMarquardt, "next_batch": NextBatch}
 SOLVERS = {"lsmr": LSMR, "lsqr": LSQR, "cg": CG, "exact": Exact}
 PRECONDITIONERS = ("diagonal", "diagonal_sum", "fisher")
+
+
+def _by_class(*values: Choice) -> dict[type, Any]:
+    return {type(value): value for value in values}
+
+
 # The paper's settings by their classes; with λ₁ they take the place of all that is not given.
-PAPER: Final[dict[type, Any]] = {
-    type(value): value
-    for value in (
-        LevenbergMarquardt(drop=0.99, minimum=0.0, maximum=MAX_DAMPING),
-        NextBatch(drop=0.99, minimum=0.0, maximum=MAX_DAMPING),
-        LSMR(maxiter=150, scale_maxiter=True),
-        LSQR(maxiter=150, scale_maxiter=True),
-        CG(maxiter=150, scale_maxiter=True, progress_tolerance=5e-4, progress_window=10),
-        Exact(),
-        Kronecker(interval=1, max_size=None),
-        WarmStart(initial=0.7, growth=1.002),
+PAPER: Final = _by_class(
+    LevenbergMarquardt(drop=0.99, minimum=0.0, maximum=MAX_DAMPING),
+    NextBatch(drop=0.99, minimum=0.0, maximum=MAX_DAMPING),
+    LSMR(maxiter=150, scale_maxiter=True),
+    LSQR(maxiter=150, scale_maxiter=True),
+    CG(maxiter=150, scale_maxiter=True, progress_tolerance=5e-4, progress_window=10),
+    Exact(),
+    Kronecker(interval=1, max_size=None),
+    WarmStart(initial=0.7, growth=1.002),
+)
+
+
+def _chosen(maxiter: int) -> dict[type, Any]:
+    """The settings that take the place of the paper's without λ₁."""
+    return _by_class(
+        LevenbergMarquardt(drop=0.85),
+        NextBatch(drop=0.85),
+        LSMR(maxiter=maxiter, scale_maxiter=False),
+        LSQR(maxiter=maxiter, scale_maxiter=False),
+        CG(maxiter=maxiter, scale_maxiter=False, progress_tolerance=0.05, progress_window=1),
+        Kronecker(),
+        WarmStart(initial=0.9, growth=1.0),
     )
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Options of an SHF as values, see there; with :meth:`for_residuals` and ``chosen_settings`` all that is in force.
+    """Options of an SHF as values, see there; with :meth:`for_outputs` and :meth:`for_residuals` all that is in force.
 
     Raises:
         ValueError: an option of another type or out of range, or two that exclude each other.
@@ -395,6 +411,49 @@ class Settings:
         is_object = given is not None and not isinstance(given, str | Kronecker)
         off_start = self.damping.center == "origin" and is_object
         return self.l2 > 0 or off_start or isinstance(given, Kronecker)
+
+    def for_outputs(self) -> Settings:
+        """These settings for a loss of outputs, completed but for λ₁, its bounds and sizes of the Kronecker factors.
+
+        With λ₁ given, what is left is the paper's. Else it is chosen: conjugate gradients with Kronecker factors, few
+        iterations, and the damping rule of the next batch.
+
+        Raises:
+            ValueError: the solver is for residuals.
+        """
+        solver: Any = self.solver or (LSMR() if self.is_of_paper else CG())
+        if isinstance(solver, Exact):
+            raise ValueError(  # noqa: TRY004
+                "solver='exact' is for loss='least_squares', a module that returns residuals; choose 'lsmr', 'lsqr' or "
+                "'cg'"
+            )
+        preconditioner: Any = self.preconditioner
+        if isinstance(preconditioner, str) and preconditioner == AUTO:
+            of_y = isinstance(solver, LSMR) and solver.damping_space == "y"  # impossible with Kronecker factors
+            preconditioner = "diagonal" if self.is_of_paper or of_y else Kronecker()
+        maxiter = 20 if isinstance(preconditioner, Kronecker) else 50
+        defaults = PAPER if self.is_of_paper else _chosen(maxiter)
+        damping: Any = self.damping
+        return replace(
+            self,
+            damping=damping.completed(defaults[type(damping)]),
+            solver=solver.completed(defaults[type(solver)]),
+            preconditioner=(
+                preconditioner.completed(defaults[Kronecker])
+                if isinstance(preconditioner, Kronecker)
+                else preconditioner
+            ),
+            warm_start=self.warm_start.completed(defaults[WarmStart]),
+        )
+
+    def with_first_damping(self, damping: float, epsilon: float) -> Settings:
+        """These settings with λ₁ and the bounds that follow from it, if they were left.
+
+        Below λ₁ √ε rounding is larger than what the damping adds; above 1,000 λ₁ nothing moves.
+        """
+        rule: Any = self.damping
+        chosen = type(rule)(damping, minimum=damping * math.sqrt(epsilon), maximum=1e3 * damping)
+        return replace(self, damping=rule.completed(chosen))
 
     def for_residuals(self) -> Settings:
         """These settings for a module that returns residuals, completed but for λ₁ and the solver.

@@ -1,19 +1,80 @@
-"""What a step of SHF reads and leaves: the values of its parameter group, and what the next step must know."""
+"""State of SHF around a step: the parameter group, what the next step must know, and the module's buffers."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from operator import is_
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lightning_struct.optim.requirements import WEIGHTS_ALONE
 from lightning_struct.optim.shf.report import PhaseTimer
 from lightning_struct.optim.shf.settings import is_damping
 
-# Where the state has the memory: torch casts the state of a parameter to that parameter's dtype when it is loaded.
+# Key of the memory in the optimizer's state: torch casts the state of a parameter to its dtype when it is loaded.
 _KEY = "shf"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """State that a resumed run needs beside the values of the parameter group.
+
+    It is replaced, not changed: a ``state_dict()`` taken before, and an optimizer loaded from one, hold the old one.
+
+    Attributes:
+        steps: number of steps done.
+        direction: d of the last step, flat, from which a warm start begins.
+        largest_batch: samples of the largest batch so far.
+        first_damping: λ₁, if the first step chose it.
+        uncovered: whether layers do not show the gradients of single samples.
+        max_factor_size: rows above which a Kronecker factor is a diagonal.
+        factors: averages of the Kronecker factors, by the name of their block.
+        factor_damping: λ of the step that these averages were updated in.
+        step_scale: σ of the rule of the next batch.
+        change: s d of the last step, whose gain the next batch has still to show.
+        own_change: change of the loss of its own batch in that step.
+        largest_fall: bound on the fall of the model in that step.
+        average_changes: running averages of the changes of the loss of the next batch and of the own one.
+        average_fits: running averages of the fall of the own batch at full length and of its bound.
+        ratio: their ratio r; None if it is not measured yet.
+        blocks: rows of each block of residuals.
+        loss_after: loss of the residuals after the last step.
+        decisions: what steps on residuals found to be impossible.
+    """
+
+    steps: int = 0
+    direction: Tensor | None = None
+    largest_batch: int = 0
+    first_damping: float | None = None
+    uncovered: bool = False
+    max_factor_size: int | None = None
+    factors: dict[str, dict[str, Tensor]] | None = None
+    factor_damping: float = 0.0
+    step_scale: float = 1.0
+    change: Tensor | None = None
+    own_change: float = 0.0
+    largest_fall: float = 0.0
+    average_changes: tuple[float, float] = (0.0, 0.0)
+    average_fits: tuple[float, float] = (0.0, 0.0)
+    ratio: float | None = None
+    blocks: dict[str, int] | None = None
+    loss_after: float | None = None
+    decisions: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Memory:
+        """The memory in an optimizer's ``state``; that of before the first step if there is none."""
+        kept = state.get(_KEY, {})
+        return cls(**{each.name: kept[each.name] for each in fields(cls) if each.name in kept})
+
+    def to_state(self, state: dict[Any, Any]) -> None:
+        """Put it into an optimizer's ``state``, as a dict of tensors and numbers."""
+        state[_KEY] = {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 class StepState:
@@ -27,32 +88,28 @@ class StepState:
 
     Attributes:
         group: the group, with λ, ``drop``, γ and ``maxiter``.
+        weights: name -> the trained weights, detached.
         timed: the phases of the step.
     """
 
     def __init__(self, optimizer_state: Any, group: dict[str, Any], names: Sequence[str], seed: int) -> None:
-        self._state, self._names, self._seed_of_all = optimizer_state, names, seed
-        self.group = group
+        self._state, self._seed_of_all, self.group = optimizer_state, seed, group
+        self._memory = Memory.from_state(optimizer_state)
+        self.weights = {name: p.detach() for name, p in zip(names, group["params"], strict=True)}
         self.timed = PhaseTimer()
 
     @property
-    def weights(self) -> dict[str, Tensor]:
-        """Name -> the trained weights, detached."""
-        return {name: p.detach() for name, p in zip(self._names, self.group["params"], strict=True)}
-
-    @property
-    def memory(self) -> dict[str, Any]:
-        """State that a resumed run needs beside the values of the group. It is replaced, not changed: a
-        ``state_dict()`` taken before, and an optimizer loaded from one, hold the old one."""
-        return self._state.setdefault(_KEY, {"steps": 0, "largest_batch": 0, "direction": None})
+    def memory(self) -> Memory:
+        return self._memory
 
     @memory.setter
-    def memory(self, value: dict[str, Any]) -> None:
-        self._state[_KEY] = value
+    def memory(self, value: Memory) -> None:
+        self._memory = value
+        value.to_state(self._state)
 
     @property
     def damping(self) -> float:
-        """λ, from where it is known: the group has None until the first step has chosen it."""
+        """λ, once it is known: the group has None until the first step has chosen it."""
         damping = self.group["damping"]
         assert damping is not None, "the first step chooses it first"
         return damping
@@ -63,21 +120,16 @@ class StepState:
             raise ValueError(f"damping must be finite and > 0, got {value}")
         self.group["damping"] = float(value)
 
-    @property
-    def step_scale(self) -> float:
-        """σ of the rule of the next batch."""
-        return self.memory.get("step_scale", 1.0)
-
     def start(self, like: Tensor) -> Tensor | None:
         """d0 = γ d of the last step (section 4.5); None for zero."""
-        decay, direction = self.group["warm_start"], self.memory["direction"]
+        decay, direction = self.group["warm_start"], self.memory.direction
         if direction is None or decay == 0.0:
             return None
         return direction.to(like) * decay  # a loaded direction may come from another device or dtype
 
     def seed(self, purpose: str) -> int:
         """Seed for ``purpose`` in this step. 32 bits: the CPU generator ignores the rest."""
-        return random.Random(f"{self._seed_of_all} {self.memory['steps']} {purpose}").getrandbits(32)
+        return random.Random(f"{self._seed_of_all} {self.memory.steps} {purpose}").getrandbits(32)
 
 
 def check_state(state_dict: Mapping[str, Any], options: Mapping[str, Any], weights: int) -> None:
@@ -89,9 +141,93 @@ def check_state(state_dict: Mapping[str, Any], options: Mapping[str, Any], weigh
     groups = state_dict["param_groups"]
     if len(groups) != 1 or not groups[0].keys() >= options.keys():
         raise ValueError(f"the state is of another optimizer than SHF. {WEIGHTS_ALONE}")
-    direction = state_dict["state"].get(_KEY, {}).get("direction")
+    direction = Memory.from_state(state_dict["state"]).direction
     if direction is not None and len(direction) != weights:
         raise ValueError(
             f"the state is of an SHF that trains {len(direction):,} weights, and this one trains {weights:,}: load it "
             "into one whose module is that of the one that was saved, with the same parameters frozen"
         )
+
+
+class BufferUpdates:
+    """The one forward per step that updates the buffers of a module, where its forward writes into any.
+
+    It is the last one with the old weights: those before it, on copies of the buffers, read what a first forward would.
+    Statistics of batch normalisation are written, a mask or a table of positions is not. The first forward with the
+    same layers in training tells, by the values: a write through ``.data`` leaves no other trace. A forward that begins
+    to write later is seen by ``watched``.
+
+    Args:
+        module: the network.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._in_training: list[nn.Module] = []
+        self._writes: bool | None = None  # with these layers in training; None: not known yet
+
+    def are_needed(self) -> bool:
+        """Whether a forward writes into buffers, or may do so."""
+        modules = list(self._module.modules())
+        if not any(layer.training and next(layer.buffers(recurse=False), None) is not None for layer in modules):
+            return False
+        in_training = [layer for layer in modules if layer.training]
+        if in_training != self._in_training:
+            self._in_training, self._writes = in_training, None
+        return self._writes is not False
+
+    def run(self, args: Sequence[Any]) -> None:
+        """Update the buffers.
+
+        Args:
+            args: of the module.
+        """
+        buffers = list(self._module.buffers())
+        before = [b.clone() for b in buffers] if self._writes is None else []
+        state = _state(self._module)
+        self._module(*args)
+        if self._writes is None:
+            same = _is_same(state, _state(self._module))
+            self._writes = not (same and all(map(_equal, buffers, before)))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within, the first evaluation of a module whose forward wrote nothing so far tells whether it does now."""
+        if self._writes is not False:
+            yield
+            return
+        states: list[tuple[list[Tensor], list[int]]] = []
+
+        def before(module: nn.Module, args: Any) -> None:
+            states.append(_state(module))
+
+        def after(module: nn.Module, args: Any, outputs: Any) -> None:
+            if len(states) == 1 and not _is_same(states[0], _state(module)):
+                self._writes = True
+
+        handles = [self._module.register_forward_pre_hook(before), self._module.register_forward_hook(after)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def versions(tensors: Iterable[Any]) -> list[int]:
+    """How often each tensor was written to; tensors of inference mode do not count."""
+    return [t._version for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
+
+
+def _state(module: nn.Module) -> tuple[list[Tensor], list[int]]:
+    buffers = list(module.buffers())
+    return buffers, versions(buffers)
+
+
+def _is_same(before: tuple[list[Tensor], list[int]], after: tuple[list[Tensor], list[int]]) -> bool:
+    """Whether the same tensors are there, and none was written to."""
+    (old, old_versions), (new, new_versions) = before, after
+    return len(old) == len(new) and all(map(is_, old, new)) and old_versions == new_versions
+
+
+def _equal(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.layout is not torch.strided or torch.equal(tensor, other)

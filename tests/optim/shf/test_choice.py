@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_struct.functional.jacobian.losses import SquaredError
 from lightning_struct.functional.solvers.damping import ScaledDamping, next_batch_rule
 from lightning_struct.optim import LSMR, Kronecker, LevenbergMarquardt, NextBatch, memory
-from lightning_struct.optim.shf import SHF, StepReport, kronecker
+from lightning_struct.optim.shf import SHF, StepReport
 from tests.cases import First, SelfAttention, flat, gaussian, mlp
 from tests.optim.shf.test_shf import Borrowing, batch, network, take, weights, without_seconds
 
@@ -135,13 +135,6 @@ def test_a_damping_set_before_the_first_step_is_that_of_the_first_step() -> None
     assert take(optimizer, batch()).damping == optimizer.settings.damping.initial == 3.0
 
 
-def test_factors_that_find_no_room_are_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda _: 4_000)
-    optimizer = SHF(nn.Linear(40, 4), "mse")
-    assert optimizer.settings.preconditioner.max_size < 40  # type: ignore[union-attr, operator]
-    take(optimizer, (gaussian(8, 40, seed=0).float(), torch.zeros(8, 4)))
-
-
 def test_a_resumed_run_keeps_the_size_of_the_factors_that_found_room(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     module, data = nn.Linear(40, 4), (gaussian(8, 40, seed=0).float(), torch.zeros(8, 4))
@@ -152,21 +145,6 @@ def test_a_resumed_run_keeps_the_size_of_the_factors_that_found_room(monkeypatch
     resumed = SHF(copy.deepcopy(module), "mse")
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert without_seconds(take(resumed, data)) == without_seconds(take(optimizer, data))
-
-
-@pytest.mark.parametrize("settings", [{}, {"damping": 1.0, "preconditioner": "kronecker"}], ids=["chosen", "given"])
-def test_the_blocks_of_the_factors_are_found_once(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    made = 0
-    blocks = kronecker.curvature_blocks
-
-    def counted(*args: Any) -> Any:
-        nonlocal made
-        made += 1
-        return blocks(*args)
-
-    monkeypatch.setattr(kronecker, "curvature_blocks", counted)
-    SHF(network(), "mse", **settings)
-    assert made == 1
 
 
 # The next batch
@@ -469,27 +447,6 @@ def test_a_forward_that_changes_its_input_in_place_is_refused(options: dict[str,
     with pytest.raises(ValueError, match=r"changes its inputs in place.*x\.clone\(\)"):
         take(SHF(module, "mse", **options), batch())
     assert torch.equal(weights(module), before)
-
-
-class Sum(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.layer(x + y)
-
-
-def test_inputs_may_be_a_list() -> None:
-    torch.manual_seed(0)
-    first, second = Sum().double(), Sum().double()
-    second.load_state_dict(first.state_dict())
-    inputs, targets = batch()
-    optimizers = [SHF(module, "mse") for module in (first, second)]
-    for optimizer, given in zip(optimizers, ((inputs, inputs), [inputs, inputs]), strict=True):
-        optimizer.set_validation([(given, targets)])
-        optimizer.step(inputs=given, targets=targets)
-    assert torch.equal(weights(first), weights(second))
 
 
 def test_recurrent_layers_are_trained_without_the_trace_that_takes_seconds(caplog: pytest.LogCaptureFixture) -> None:

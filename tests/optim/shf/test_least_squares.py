@@ -22,8 +22,8 @@ from lightning_struct.functional import LeastSquares
 from lightning_struct.functional.residuals.residual_rows import RowRecords
 from lightning_struct.models import PhysicsInformedNetwork
 from lightning_struct.optim import LSMR, SHF, LevenbergMarquardt, WarmStart
-from lightning_struct.optim.shf.residual_model import ResidualModel, RowProducts
-from lightning_struct.optim.shf.residual_solvers import ExactSolver, KrylovSolver, Room
+from lightning_struct.optim.shf.residuals.model import ResidualModel, RowProducts
+from lightning_struct.optim.shf.residuals.solvers import ExactSolver, FreeMemory, KrylovSolver
 from tests.cases import flat, gaussian, trainable
 
 
@@ -1084,9 +1084,11 @@ def test_weights_are_numbers_by_block(weights: Any, message: str) -> None:
         LeastSquares(weights)
 
 
-def test_there_are_no_factors_to_summarise() -> None:
-    with pytest.raises(ValueError, match="with loss='least_squares' there are no factors to summarise"):
+def test_there_are_no_factors_to_summarise_and_no_solves_to_end() -> None:
+    with pytest.raises(ValueError, match="only preconditioner='kronecker' has a summary"):
         SHF(Fit(), "least_squares").summary()
+    with pytest.raises(ValueError, match="takes no validation data: its solvers need no merit"):
+        SHF(Fit(), "least_squares").set_validation([])
 
 
 def test_matrices_that_do_not_fit_are_an_error_with_the_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1098,7 +1100,7 @@ def test_matrices_that_do_not_fit_are_an_error_with_the_alternative(monkeypatch:
 
 
 def test_matrices_that_do_not_fit_on_another_process_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_struct.optim.shf.residual_solvers._everywhere", lambda *_: False)
+    monkeypatch.setattr("lightning_struct.optim.shf.residuals.solvers._everywhere", lambda *_: False)
     with pytest.raises(MemoryError, match=r"for 32 residuals .* than is free on another process.*solver='lsmr'"):
         SHF(Equation(), "least_squares", solver="exact").step(inputs=points())
 
@@ -1136,7 +1138,7 @@ def test_the_jacobian_is_not_formed_where_the_bases_leave_no_room(
     assert model.form_for_products is not None
     free = (2 * model.form_for_products.numbers + 10 * (len(model.residual) + 17)) * 8
     monkeypatch.setattr("lightning_struct.optim.memory.available_memory", lambda _: free)
-    assert isinstance(KrylovSolver(model, "lsmr", maxiter, Room())._products, RowProducts) == is_formed
+    assert isinstance(KrylovSolver(model, "lsmr", maxiter, FreeMemory())._products, RowProducts) == is_formed
 
 
 def test_a_fixed_damping_of_a_wide_network_is_used_however_small() -> None:

@@ -6,25 +6,24 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_struct.collective import all_reduce
 from lightning_struct.functional.solvers.conjugate_gradient import conjugate_gradient
-from lightning_struct.functional.solvers.least_squares import RightPreconditioner, lsmr, lsqr
+from lightning_struct.functional.solvers.least_squares import lsmr, lsqr
 from lightning_struct.functional.solvers.line_search import armijo
 from lightning_struct.functional.vectors import inner
-from lightning_struct.optim.shf.batch_model import BatchModel
-from lightning_struct.optim.shf.merit import MeritStopping
-from lightning_struct.optim.shf.objective import Batches
+from lightning_struct.optim.shf.outputs.batch_model import BatchModel
+from lightning_struct.optim.shf.outputs.preconditioner import Preconditioner
+from lightning_struct.optim.shf.samples import Batches
 from lightning_struct.optim.shf.settings import CG, LSMR, LSQR, Settings
+from lightning_struct.optim.shf.steps import Update
 
 # α of the line search (Table 1).
 _ARMIJO = 1e-4
-
-Preconditioner: TypeAlias = Tensor | RightPreconditioner | None
 
 
 @dataclass(frozen=True)
@@ -50,27 +49,44 @@ class Solution:
     curvature: float | None = None
 
 
-@dataclass(frozen=True)
-class Update:
-    """The update w <- w + s d of one iteration.
+class MeritStopping:
+    """A solver callback that evaluates a merit function over growing intervals of iterations (section 5).
+
+    It stops at iteration k when k > ``miniter`` and either the merit is the lowest so far but fell by less than
+    ``ftol`` of itself per iteration since the last evaluation, or it is not the lowest and was lowest more than
+    ``recover`` iterations ago.
+
+    Args:
+        merit: x -> φ(x).
+        start: φ at the start of the solve.
+        solver: its ``miniter``, ``recover`` and ``ftol``.
+        maxiter: bound on the solver's iterations; the last iterate is always evaluated.
 
     Attributes:
-        solution: the solve that d comes from; None where the weights stay.
-        step_length: s; 0 where the weights stay.
-        loss: f at the new weights.
-        reduction_ratio: ρ; 0 where the weights stay.
-        damping: λ that d was computed with; where the weights stay, λ from which the next step goes on.
-        iterations: iterations of all solves together.
-        stop_reason: why the last solver stopped, or ``"line_search"`` or ``"zero_gradient"`` where the weights stay.
+        values: (iteration, φ) of each evaluation, the start included.
     """
 
-    solution: Solution | None
-    step_length: float
-    loss: float
-    reduction_ratio: float
-    damping: float
-    iterations: int
-    stop_reason: str
+    def __init__(self, merit: Callable[[Tensor], float], start: float, solver: LSMR, maxiter: int) -> None:
+        self._merit, self._solver, self._maxiter = merit, solver, maxiter
+        self._next, self._previous, self._previous_value = min(5, maxiter), 0, start
+        self._lowest, self._lowest_at = math.inf, 0
+        self.values: list[tuple[int, float]] = [(0, start)]
+
+    def __call__(self, iteration: int, solution: Callable[[], Tensor]) -> bool:
+        if iteration != self._next:
+            return False
+        value = self._merit(solution())
+        self.values.append((iteration, value))
+        if value < self._lowest:
+            self._lowest, self._lowest_at = value, iteration
+        lowest = value == self._lowest
+        # Algorithm 6 divides by an undefined f_val here; the text of section 5 has f_k, the value of this iteration.
+        # (f_prev - f_k)/f_k < (k - k_prev) ftol, and k > k_min + recover (section 5)
+        stagnates = lowest and self._previous_value - value < (iteration - self._previous) * self._solver.ftol * value
+        rises = not lowest and iteration > self._lowest_at + self._solver.recover
+        self._next = min(math.ceil(1.25 * self._next), self._maxiter)
+        self._previous, self._previous_value = iteration, value
+        return iteration > self._solver.miniter and (stagnates or rises)
 
 
 def solve(
@@ -102,7 +118,14 @@ def solve(
     if isinstance(solver, CG):
         return _solve_by_cg(model, solver, settings.l2, damping, start, anchor, preconditioner, maxiter)
     # LSMR (Algorithm 6) or LSQR on min ‖A d - b‖² + n λ²‖d - center‖², until the merit stops falling
-    stopping = None if validation is None else _merit_stopping(model, solver, start, maxiter, validation)
+    stopping: MeritStopping | None = None
+    if validation is not None:
+        stopping = MeritStopping(
+            lambda d: model.objective.merit(d, validation),
+            model.objective.merit(torch.zeros_like(model.gradient) if start is None else start, validation),
+            solver,
+            maxiter,
+        )
     strength: float = damping
     center: str | Tensor = settings.damping.center
     if settings.l2:
@@ -125,19 +148,6 @@ def solve(
     )
     merits = () if stopping is None else tuple(stopping.values)
     return Solution(result.x, result.x, result.iterations, result.stop_reason, merits)
-
-
-def _merit_stopping(
-    model: BatchModel, solver: LSMR, start: Tensor | None, maxiter: int, validation: Batches
-) -> MeritStopping:
-    return MeritStopping(
-        lambda d: model.objective.merit(d, validation),
-        model.objective.merit(torch.zeros_like(model.gradient) if start is None else start, validation),
-        maxiter=maxiter,
-        miniter=solver.miniter,
-        recover=solver.recover,
-        ftol=solver.ftol,
-    )
 
 
 def _solve_by_cg(
@@ -216,15 +226,17 @@ def update_along(model: BatchModel, solution: Solution, *, damping: float, itera
         return None
     actual = model.objective.held_out_change(d) if model.has_held_out else full - model.value
     ratio = actual / predicted if math.isfinite(actual) else 0.0  # ρ = (f(w + d) - f(w)) / (½‖A d‖² - d·Aᵀb)
-    return Update(solution, found.step_length, found.value, ratio, damping, iterations, solution.stop_reason)
-
-
-def merit_after(model: BatchModel, update: Update, validation: Batches, *, new_buffers: bool) -> float:
-    """φ at the new weights, from the solve where it was evaluated there, and with the buffers that are there now."""
-    solution = update.solution
-    if solution is None:
-        return model.objective.merit(torch.zeros_like(model.gradient), validation)
+    s = found.step_length
     last_is_known = bool(solution.merits) and solution.merits[-1][0] == solution.iterations
-    if update.step_length == 1.0 and solution.direction is solution.last and last_is_known and not new_buffers:
-        return solution.merits[-1][1]
-    return model.objective.merit(solution.direction * update.step_length, validation)
+    return Update(
+        loss=found.value,
+        damping=damping,
+        stop_reason=solution.stop_reason,
+        iterations=iterations,
+        change=d * s,
+        direction=solution.last,
+        step_length=s,
+        reduction_ratio=ratio,
+        merits=solution.merits,
+        last_merit=solution.merits[-1][1] if s == 1.0 and d is solution.last and last_is_known else None,
+    )

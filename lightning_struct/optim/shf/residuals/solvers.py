@@ -17,7 +17,7 @@ from lightning_struct.functional.residuals.jacobians import JacobianForm, matrix
 from lightning_struct.functional.solvers.factored_least_squares import FactoredLeastSquares, GramLeastSquares
 from lightning_struct.functional.solvers.projected_least_squares import ProjectedLeastSquares
 from lightning_struct.optim.memory import check_memory, fits_memory
-from lightning_struct.optim.shf.residual_model import Products, ResidualModel, RowProducts
+from lightning_struct.optim.shf.residuals.model import Products, ResidualModel, RowProducts
 
 # Cost model of the choice between the solvers, in multiplications: of the factorisations of JᵀJ or J Jᵀ, for each of
 # its numbers and rows: half a dozen by Cholesky, which is what most steps take; and the iterations that a Krylov solver
@@ -30,21 +30,21 @@ _LARGEST_JACOBIAN, _LARGEST_GRAM = 2**31, 2**28
 _TOLERANCE = 1e-4
 
 
-class Room:
-    """What fits into memory, as it was found at first: what others use changes from step to step, and must decide none.
+class FreeMemory:
+    """Decisions about what fits into memory, taken once: use by other processes changes from step to step.
 
-    What fitted is not asked about again; what did not is not tried again, in a run that is resumed either.
+    Sizes that fitted are not asked about again; those that did not are not tried again, in a resumed run either.
 
     Attributes:
-        too_many: by name, the rows of J from which on there was no room. It belongs to the state of a run.
+        too_many: by name, the rows of J from which on there was too little. It belongs to the state of a run.
     """
 
     def __init__(self) -> None:
         self.too_many: dict[str, int] = {}
         self._fitted: dict[str, int] = {}
 
-    def has(self, name: str, model: ResidualModel, needed: Mapping[str, tuple[int, str]]) -> bool:
-        """Whether there is room for what is needed, on all processes.
+    def suffices_for(self, name: str, model: ResidualModel, needed: Mapping[str, tuple[int, str]]) -> bool:
+        """Whether there is enough for what is needed, on all processes.
 
         Args:
             name: of what needs it.
@@ -65,8 +65,6 @@ class ResidualSolver(ABC):
     """Solutions of min ‖r + J d‖² + λ²‖d - d0‖² for any λ.
 
     Attributes:
-        gradient: Jᵀr, (P,): ∇f.
-        variance: ‖Var‖₁ of the gradients of single samples; None where it is not defined.
         largest: the largest singular value of J, or its estimate.
         smallest_damping: a λ that adapts does not fall below it.
         iterations: iterations so far; 0 for the exact solver.
@@ -74,8 +72,6 @@ class ResidualSolver(ABC):
         stop_reason: why it stopped: ``"exact"``, ``"normal_residual"``, ``"maxiter"``.
     """
 
-    gradient: Tensor
-    variance: float | None
     largest: float
     smallest_damping: float = 0.0
     iterations: int = 0
@@ -111,7 +107,7 @@ class ExactSolver(ResidualSolver):
     def __init__(self, model: ResidualModel) -> None:
         self._model = model
         self._jacobian = model.jacobian(model.form_for_gram)
-        self.gradient, self.variance = model.gradient_and_variance(self._jacobian)
+        model.measure(*model.gradient_and_variance(self._jacobian))
         self._factored: FactoredLeastSquares | GramLeastSquares | None = None
 
     def begin(self, start: Tensor | None, damping: float | None) -> None:
@@ -179,24 +175,24 @@ class KrylovSolver(ResidualSolver):
         model: the problem.
         method: ``"lsmr"``, ``"lsqr"``, or ``"cg"``, which in exact arithmetic is LSQR.
         maxiter: bound on the iterations.
-        room: what fits into memory.
+        free_memory: what fits into memory.
 
     Raises:
         FloatingPointError: a product holds NaN or infinity.
     """
 
-    def __init__(self, model: ResidualModel, method: str, maxiter: int, room: Room) -> None:
+    def __init__(self, model: ResidualModel, method: str, maxiter: int, free_memory: FreeMemory) -> None:
         self._model, self.method, self._maxiter = model, "lsmr" if method == "lsmr" else "lsqr", maxiter
         form = model.form_for_products
         self._products: Products | RowProducts
-        fits = room.has("J", model, _memory_of_products(model, form, maxiter))  # asked on all processes
+        fits = free_memory.suffices_for("J", model, _memory_of_products(model, form, maxiter))  # asked on all processes
         if form is not None and fits:
             jacobian = model.jacobian(form)
             self._products = RowProducts(jacobian)
-            self.gradient, self.variance = model.gradient_and_variance(jacobian)
+            model.measure(*model.gradient_and_variance(jacobian))
         else:
             self._products = model.products()
-            self.gradient, self.variance = model.gradient_and_variance_of_parts(self._products.backward)
+            model.measure(*model.gradient_and_variance_of_parts(self._products.backward))
 
     def begin(self, start: Tensor | None, damping: float | None) -> None:
         residual, self._start = self._model.residual, start
@@ -209,7 +205,7 @@ class KrylovSolver(ResidualSolver):
             tolerance=_TOLERANCE,
             method=self.method,
             all_reduce=all_reduce,
-            gradient=self.gradient if start is None else None,
+            gradient=self._model.gradient if start is None else None,
         )
         self.iterations += self._projected.steps
         self.largest = max(self._projected.singular_values.tolist(), default=0.0)
@@ -269,14 +265,14 @@ def chosen_solver(rows: int, columns: int, element_size: int, maxiter: int, form
     return "exact" if fits and exact <= krylov else "lsmr"
 
 
-def make_solver(model: ResidualModel, name: str | None, maxiter: int, room: Room) -> ResidualSolver:
+def make_solver(model: ResidualModel, name: str | None, maxiter: int, free_memory: FreeMemory) -> ResidualSolver:
     """The solver of a batch.
 
     Args:
         model: the problem.
         name: of the solver; None for one by :func:`chosen_solver`, which is ``"lsmr"`` where memory is short too.
         maxiter: bound on the iterations of all but the exact one.
-        room: what fits into memory.
+        free_memory: what fits into memory.
 
     Raises:
         MemoryError: ``"exact"`` was asked for, and takes more than is free, on any of the processes.
@@ -289,9 +285,9 @@ def make_solver(model: ResidualModel, name: str | None, maxiter: int, room: Room
         name = chosen_solver(*sizes, replace(matrix, numbers=0, cost=0.0))  # however J is kept
         if name == "exact":
             name = chosen_solver(*sizes, model.form_for_gram)
-        if name == "exact" and not room.has("exact", model, _memory_of_exact(model)[1]):
+        if name == "exact" and not free_memory.suffices_for("exact", model, _memory_of_exact(model)[1]):
             name = "lsmr"
-    return ExactSolver(model) if name == "exact" else KrylovSolver(model, name, maxiter, room)
+    return ExactSolver(model) if name == "exact" else KrylovSolver(model, name, maxiter, free_memory)
 
 
 def _check_memory_of_exact(model: ResidualModel) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,28 +11,18 @@ from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce
 from lightning_struct.functional.checks import NotFinite
-from lightning_struct.functional.curvature.preconditioner import (
-    empirical_fisher_diagonal,
-    fisher_scaling,
-    jacobi_scaling,
-    randomized_gauss_newton_diagonal,
-)
 from lightning_struct.functional.jacobian.gauss_newton import linearize
 from lightning_struct.functional.jacobian.losses import GaussNewtonLoss
 from lightning_struct.functional.layers.gradient_norms import variance_from_sums
-from lightning_struct.functional.layers.per_sample.contributions import Uncovered
-from lightning_struct.functional.layers.probes import Probe, probe_layers
-from lightning_struct.functional.layers.registry import coupling_layer
+from lightning_struct.functional.layers.per_sample.contributions import Contribution, Uncovered, squared_norms
+from lightning_struct.functional.layers.probes import probe_layers
+from lightning_struct.functional.layers.registry import called_layers, coupling_layer, owned_parameters
 from lightning_struct.functional.randomness import random_signs, random_state, restored_random_state
-from lightning_struct.functional.torch_tools import call_with
 from lightning_struct.functional.vectors import inner
-from lightning_struct.optim.shf.buffers import BufferUpdates, versions
-from lightning_struct.optim.shf.objective import FlatWeights, Objective
-from lightning_struct.optim.shf.samples import Samples
-from lightning_struct.optim.shf.variance import sum_of_squared_norms
-
-# What a share is of, where that is zero.
-_TINY = 1e-300
+from lightning_struct.optim.shf.outputs.objective import Objective
+from lightning_struct.optim.shf.samples import FlatWeights, Samples
+from lightning_struct.optim.shf.settings import CG, Settings
+from lightning_struct.optim.shf.step_state import BufferUpdates, versions
 
 
 class BatchModel:
@@ -50,17 +40,16 @@ class BatchModel:
         weights: name -> the trainable weights, detached.
         inputs: this process's samples, a tensor or a tuple of tensors.
         targets: row i belongs to sample i.
-        l2: weight of ½‖w‖².
-        backend, chunk_size: passed to :func:`~lightning_struct.functional.linearize`.
-        held_out: share of the samples of each process, its last ones, that the model is not made of.
-        single_samples: where layers do not show the gradients of single samples, form these for the variance. Else it
-            is estimated from the two halves of the batch, for one product more.
-        layers_show: whether layers are asked for the gradients of single samples.
-        curvature_share: share of the other samples of each process, its first ones, whose rows A has; f and ∇f are of
-            all.
+        settings: ``l2``, ``backend``, ``chunk_size``, ``held_out``, and the solver's ``curvature_share``: the share of
+            the samples of each process that are not held out, its first ones, whose rows A has; f and ∇f are of all.
+        layers: whether layers are asked for the gradients of single samples, for their variance.
+        single_samples: whether to form these gradients if layers do not show them. Else the variance is estimated from
+            the two halves of the batch, for one product more.
 
     Attributes:
+        module, loss, settings: as given.
         weights: w.
+        random_state: the state that random numbers start from in each evaluation.
         objective: f, truly evaluated.
         n: samples over all processes that f is the mean of.
         samples: n, and those that are held out.
@@ -71,6 +60,8 @@ class BatchModel:
         variance: ‖Var‖₁ of the per-sample gradients (section 4.3), None where it is not defined.
         uncovered: why layers did not show the gradients of single samples, on any process; None if they did, or were
             not asked.
+        block_losses: none.
+        rows: samples that have rows in A.
         linearization, outputs, targets: those of this process's samples that have rows in A.
         right_hand_side: b = -r of these.
 
@@ -88,25 +79,18 @@ class BatchModel:
         weights: dict[str, Tensor],
         inputs: Any,
         targets: Tensor,
+        settings: Settings,
         *,
-        l2: float = 0.0,
-        backend: str | None = None,
-        chunk_size: int | None = None,
-        held_out: float = 0.0,
-        curvature_share: float = 1.0,
+        layers: bool = True,
         single_samples: bool = True,
-        layers_show: bool = True,
     ) -> None:
-        self._module, self._loss, self.weights = module, loss, FlatWeights(weights)
-        self._l2, self._backend, self._chunk_size = l2, backend, chunk_size
-        self._single_samples, self._layers_show = single_samples, layers_show
+        self.module, self.loss, self.weights, self.settings = module, loss, FlatWeights(weights), settings
+        self._layers, self._single_samples = layers, single_samples
         self._dtype, self._device = self.weights.vector.dtype, self.weights.vector.device
-        batch, held = Samples.of_batch(inputs, targets, self._device).hold_out(held_out)
+        batch, held = Samples.of_batch(inputs, targets, self._device).hold_out(settings.held_out)
         self.n, self.samples, self._args = batch.total, batch.total + held.total, batch.args
-        self._random_state = random_state(*batch.args)
-        self.objective = Objective(
-            module, loss, self.weights, batch, held, self._random_state, l2=l2, chunk_size=chunk_size
-        )
+        self.random_state = random_state(*batch.args)
+        self.objective = Objective(module, loss, self.weights, batch, held, self.random_state, settings)
         before = versions(batch.args)
         self._linearize(batch)
         if versions(batch.args) != before:
@@ -115,9 +99,12 @@ class BatchModel:
                 "them again: let it work on a copy (x = x.clone(), or x = x / 2 instead of x /= 2)"
             )
         self._measure(per_sample=coupling_layer(module) is None)
-        if curvature_share < 1.0:
-            self._linearize(batch.split(tuple(math.ceil(curvature_share * count) for count in batch.counts))[0])
+        share = settings.solver.curvature_share if isinstance(settings.solver, CG) else 1.0
+        if share < 1.0:
+            self._linearize(batch.split(tuple(math.ceil(share * count) for count in batch.counts))[0])
         self.right_hand_side = -self._residual
+
+    block_losses: Mapping[str, float] = {}
 
     @property
     def has_held_out(self) -> bool:
@@ -126,59 +113,41 @@ class BatchModel:
 
     def write_buffers(self, buffers: BufferUpdates) -> None:
         """Let a forward write into the buffers of the module, as it is now."""
-        with restored_random_state(self._random_state):
+        with restored_random_state(self.random_state):
             buffers.run(self._args)
-
-    def change_by_repetition(self) -> float:
-        """How far the outputs of another forward are from these, at w and with the same random numbers, as a share."""
-        args, _, rows = next(self._rows_of.chunks(self._chunk_size))
-        with restored_random_state(self._random_state):
-            again = call_with(self._module, self.weights.by_name, args).to(self._dtype)
-        change, outputs = again - self.outputs[rows], self.outputs[rows]
-        return math.sqrt(inner(change, change).item() / max(inner(outputs, outputs).item(), _TINY))
-
-    def product_error(self) -> float:
-        """How far uᵀJ Jᵀu is from ‖Jᵀu‖², as a share of the latter, for random signs u; on this process.
-
-        Where the second derivative is lost behind a layer, it is the share of the parameters before it.
-        """
-        signs = self._random_signs(0)
-        product = self.linearization.vjp(signs)
-        squares = sum(inner(part, part).item() for part in product.values())
-        return abs(inner(signs, self.linearization.jvp(product).to(self._dtype)).item() - squares) / max(squares, _TINY)
 
     @property
     def curvature_n(self) -> int:
         """m: samples over all processes that A has rows of."""
-        return self._rows_of.total
+        return self.rows.total
 
     def _linearize(self, samples: Samples) -> None:
         """Make A of these samples."""
-        self._rows_of, self.targets = samples, samples.targets
-        with restored_random_state(self._random_state):
+        self.rows, self.targets = samples, samples.targets
+        with restored_random_state(self.random_state):
             self.linearization = linearize(
-                self._module,
+                self.module,
                 self.weights.by_name,
                 *samples.args,
-                backend=self._backend,
-                chunk_size=self._chunk_size,
+                backend=self.settings.backend,
+                chunk_size=self.settings.chunk_size,
             )
         self.outputs = self.linearization.outputs.to(self._dtype)
-        self._residual = self._loss.residual(self.outputs, self.targets)
+        self._residual = self.loss.residual(self.outputs, self.targets)
         if self._residual.shape != self.outputs.shape:
             raise ValueError(
-                f"{type(self._loss).__name__}.residual returned {tuple(self._residual.shape)} for outputs of "
+                f"{type(self.loss).__name__}.residual returned {tuple(self._residual.shape)} for outputs of "
                 f"{tuple(self.outputs.shape)}: it must be shaped like them"
             )
 
     def _measure(self, per_sample: bool) -> None:
         """f, ∇f, and ‖Var‖₁ where samples have gradients of their own (section 4.3)."""
-        cotangent = self._loss.sqrt_hessian(self.outputs, self.targets, self._residual)
+        cotangent = self.loss.sqrt_hessian(self.outputs, self.targets, self._residual)
         sums = torch.zeros(4, dtype=torch.float64, device=self._device)
-        value_here = self._loss.value(self.outputs, self.targets)
+        value_here = self.loss.value(self.outputs, self.targets)
         if not isinstance(value_here, Tensor) or value_here.ndim:
             raise TypeError(
-                f"{type(self._loss).__name__}.value returned {_described(value_here)}: it must be a tensor without "
+                f"{type(self.loss).__name__}.value returned {_described(value_here)}: it must be a tensor without "
                 "dimensions, the mean over samples"
             )
         sums[0] = value_here.to(torch.float64) * len(self.targets)
@@ -212,24 +181,18 @@ class BatchModel:
                 self.variance = variance_from_sums(squared_norms, self.n, mean_squared)
             if not math.isfinite(self.variance):
                 self.variance = None
-        self.gradient = mean.add_(self.weights.vector, alpha=self._l2)
+        self.gradient = mean.add_(self.weights.vector, alpha=self.settings.l2)
         self.gradient_squared = inner(self.gradient, self.gradient).item()
 
     def _sum_of_squared_norms(self, cotangent: Tensor) -> Tensor:
-        if self.linearization.backend != "layer_rules" and self._layers_show:
+        """Σᵢ‖Jᵢᵀuᵢ‖² of this process's samples; NaN if the variance is to be estimated from halves."""
+        if self.linearization.backend != "layer_rules" and self._layers:
             try:
-                return sum_of_squared_norms(
-                    self._module,
-                    self.weights.by_name,
-                    self._rows_of,
-                    cotangent,
-                    chunk_size=self._chunk_size,
-                    random_state=self._random_state,
-                )
+                return shown_squared_norms(self, cotangent)
             except Uncovered as reason:
                 self.uncovered = str(reason)
-        if (self.uncovered is not None or not self._layers_show) and not self._single_samples:
-            return torch.full((), math.nan, dtype=torch.float64, device=self._device)  # for the estimate by halves
+        if (self.uncovered is not None or not self._layers) and not self._single_samples:
+            return torch.full((), math.nan, dtype=torch.float64, device=self._device)
         return self.linearization.squared_norms(cotangent).sum(dtype=torch.float64)
 
     def _variance_from_halves(self, mean: Tensor) -> float:
@@ -237,7 +200,7 @@ class BatchModel:
         first = self.n // 2
         second = self.n - first
         part = self._residual.clone()
-        part[max(first - self._rows_of.first_row, 0) :] = 0.0  # the first half is that of all processes' samples
+        part[max(first - self.rows.first_row, 0) :] = 0.0  # the first half is that of all processes' samples
         of_first = self.backward(part).div_(first)
         difference = (of_first - mean).mul_(self.n / second)  # ḡ₂ = (n ḡ - n₁ ḡ₁)/n₂
         return inner(difference, difference).item() / (1 / first + 1 / second)
@@ -245,18 +208,18 @@ class BatchModel:
     def forward(self, d: Tensor) -> Tensor:
         """A d, this process's rows (Algorithm 4)."""
         tangent = self.linearization.jvp(self.weights.unflat(d)).to(self._dtype)
-        return self._loss.sqrt_hessian_transpose(self.outputs, self.targets, tangent)
+        return self.loss.sqrt_hessian_transpose(self.outputs, self.targets, tangent)
 
     def backward(self, u: Tensor) -> Tensor:
         """Aᵀ u over the rows of all processes (Algorithm 5): one flat all-reduce."""
-        cotangent = self._loss.sqrt_hessian(self.outputs, self.targets, u)
+        cotangent = self.loss.sqrt_hessian(self.outputs, self.targets, u)
         product = torch.empty_like(self.weights.vector)
         self.linearization.vjp(cotangent, out=self.weights.unflat(product))
         return all_reduce(product)
 
     def gradient_of_rows(self) -> Tensor:
         """Aᵀb where A has rows of all samples, from ∇f."""
-        return torch.sub(self.weights.vector * self._l2, self.gradient).mul_(self.n)
+        return torch.sub(self.weights.vector * self.settings.l2, self.gradient).mul_(self.n)
 
     def curvature(self, d: Tensor) -> Tensor:
         """AᵀA d/m."""
@@ -266,7 +229,7 @@ class BatchModel:
         """½‖A d‖²/m + ½ l2 ‖d‖²: what the model's f(w + d) - f(w) has besides the slope (section 4.2)."""
         rows = self.forward(d)
         squares = all_reduce(inner(rows, rows)).item() / self.curvature_n
-        return 0.5 * squares + 0.5 * self._l2 * inner(d, d).item()
+        return 0.5 * squares + 0.5 * self.settings.l2 * inner(d, d).item()
 
     def slope(self, d: Tensor) -> float:
         """∇f·d."""
@@ -274,51 +237,64 @@ class BatchModel:
 
     def joined_damping(self, damping: float, start: Tensor | None) -> tuple[float, Tensor]:
         """μ and m with λ²‖d - d0‖² + l2 ‖w + d‖² = μ²‖d - m‖² + constant."""
-        strength = math.sqrt(damping * damping + self._l2)
-        center = self.weights.vector * (-self._l2 / strength**2)
+        strength = math.sqrt(damping * damping + self.settings.l2)
+        center = self.weights.vector * (-self.settings.l2 / strength**2)
         return strength, center if start is None else center.add_(start, alpha=(damping / strength) ** 2)
 
-    def scaling(self, choice: str, damping: float, seed: int) -> Tensor:
-        """c of a diagonal right preconditioner by its name (section 4.4); ``seed`` is that of the random signs."""
-        share = len(self.targets) / self.curvature_n
-        if choice == "fisher":
-            diagonal = empirical_fisher_diagonal(self.linearization, self._loss, self.targets)
-            return fisher_scaling(all_reduce(self.weights.flat(diagonal).mul_(share)), damping)
-        probe = self._random_signs(seed)
-        diagonal = randomized_gauss_newton_diagonal(self.linearization, self._loss, self.targets, probe=probe)
-        mean = all_reduce(self.weights.flat(diagonal).mul_(share))
-        if choice == "diagonal":
-            return jacobi_scaling(mean)  # Algorithm 3
-        return mean.mul_(self.curvature_n).add_(1.0).reciprocal_()  # the formula in the text of section 4.4
-
-    def probes(
-        self, layers: Collection[nn.Module], parameters: Mapping[str, nn.Parameter], seed: int
-    ) -> Iterator[Probe]:
-        """Records of S times random signs back-propagated through ``layers``: this process's rows of A, chunk by chunk.
-
-        Args:
-            layers, parameters: passed to :func:`~lightning_struct.functional.layers.probes.probe_layers`.
-            seed: seed of the random signs.
-        """
-        signs = self._random_signs(seed)
-        with restored_random_state(self._random_state):
-            for args, targets, rows in self._rows_of.chunks(self._chunk_size):
-                yield probe_layers(
-                    self._module,
-                    args,
-                    layers,
-                    parameters,
-                    lambda outputs, targets=targets, rows=rows: self._loss.sqrt_hessian(  # type: ignore[misc]
-                        outputs.to(self._dtype), targets, signs[rows]
-                    ),
-                )
-
-    def _random_signs(self, seed: int) -> Tensor:
+    def random_signs(self, seed: int) -> Tensor:
         """A sign for each output of this process's samples that have rows in A."""
         # All processes draw the signs of the whole batch and take their rows, so that they are those of one process.
         generator = torch.Generator(self._device).manual_seed(seed)
         signs = random_signs(self.curvature_n, *self.outputs.shape[1:], like=self.outputs, generator=generator)
-        return signs[self._rows_of.first_row :][: len(self.targets)]
+        return signs[self.rows.first_row :][: len(self.targets)]
+
+
+def shown_squared_norms(model: BatchModel, cotangent: Tensor) -> Tensor:
+    """Σᵢ‖Jᵢᵀuᵢ‖² over this process's samples, from what each layer reads and what comes back to it.
+
+    Args:
+        model: with the samples i.
+        cotangent: u, row i of sample i; shaped like the outputs.
+
+    Returns:
+        The sum, (), float64.
+
+    Raises:
+        Uncovered: some weight is used outside of the layer that owns it, or samples cannot be told apart.
+    """
+    parameters = {name: p for name, p in model.module.named_parameters() if name in model.weights.by_name}
+    name_of = {p: name for name, p in parameters.items()}
+    layers = [layer for layer in called_layers(model.module) if owned_parameters(layer)]
+    squares: list[Tensor] = []
+    complete: list[Tensor] = []
+    with restored_random_state(model.random_state):
+        for args, _, rows in model.rows.chunks(model.settings.chunk_size):
+            probe = probe_layers(model.module, args, layers, parameters, lambda _, rows=rows: cotangent[rows])  # type: ignore[misc]
+            shares: dict[str, list[Contribution]] = {name: [] for name in parameters}
+            for layer, own_name, share in probe.uses:
+                if (name := name_of.get(owned_parameters(layer)[own_name])) is not None:
+                    shares[name].append(share)
+            for name, of_parameter in shares.items():
+                of_samples, is_complete = _sum_of_squares(of_parameter, probe.gradients[name])
+                squares.append(of_samples)
+                complete.append(is_complete)
+    answers = torch.stack(complete).tolist()  # one look at the device for all
+    if not all(answers):
+        raise Uncovered(
+            f"what the layers show of {list(parameters)[answers.index(False) % len(parameters)]} does not add up to "
+            "its gradient, as where it is used outside of its layer"
+        )
+    return torch.stack(squares).sum()
+
+
+def _sum_of_squares(shares: Sequence[Contribution], gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the squared norms of the samples' shares of one parameter's gradient, and whether these add up to it."""
+    squares = squared_norms(shares).sum(dtype=torch.float64) if shares else gradient.new_zeros((), dtype=torch.float64)
+    error = gradient.clone()
+    for share in shares:
+        error -= share.total().view_as(error)
+    scale = torch.maximum(inner(gradient, gradient), 0.01 * squares)
+    return squares, inner(error, error) <= torch.finfo(gradient.dtype).eps * scale
 
 
 def _described(value: Any) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,37 +12,8 @@ from lightning_struct.functional.jacobian.losses import GaussNewtonLoss
 from lightning_struct.functional.randomness import RandomState, restored_random_state
 from lightning_struct.functional.torch_tools import call_with, in_eval_mode
 from lightning_struct.functional.vectors import inner
-from lightning_struct.optim.shf.samples import Samples, arguments
-
-Batches: TypeAlias = Sequence[tuple[Any, Tensor]]
-
-
-class FlatWeights:
-    """Weights by parameter name, and as one flat vector.
-
-    Attributes:
-        by_name: name -> weight.
-        vector: all weights, one after another.
-    """
-
-    def __init__(self, by_name: dict[str, Tensor]) -> None:
-        self.by_name = by_name
-        self._sizes = [p.numel() for p in by_name.values()]
-        self.vector = self.flat(by_name)
-
-    def flat(self, tensors: dict[str, Tensor]) -> Tensor:
-        """A dict of tensors by parameter name as one flat vector."""
-        return torch.cat([tensors[name].reshape(-1) for name in self.by_name])
-
-    def unflat(self, vector: Tensor) -> dict[str, Tensor]:
-        """The inverse of :meth:`flat`, as views."""
-        parts = vector.split(self._sizes)
-        return {name: part.view(p.shape) for (name, p), part in zip(self.by_name.items(), parts, strict=True)}
-
-    def add_(self, d: Tensor) -> None:
-        """Add a flat vector to the weights themselves; ``vector`` stays as it is."""
-        for name, part in self.unflat(d).items():
-            self.by_name[name].add_(part)
+from lightning_struct.optim.shf.samples import Batches, FlatWeights, Samples, arguments
+from lightning_struct.optim.shf.settings import Settings
 
 
 class Objective:
@@ -56,8 +26,7 @@ class Objective:
         batch: the samples that f is the mean of.
         held_out: samples of the batch that f leaves out.
         random_state: the state that random numbers start from in each evaluation on ``batch``, for one dropout mask.
-        l2: weight of ½‖w‖².
-        chunk_size: samples that are evaluated at once; None for all.
+        settings: ``l2``, the weight of ½‖w‖², and ``chunk_size``, the samples that are evaluated at once.
     """
 
     def __init__(
@@ -68,13 +37,11 @@ class Objective:
         batch: Samples,
         held_out: Samples,
         random_state: RandomState,
-        *,
-        l2: float,
-        chunk_size: int | None,
+        settings: Settings,
     ) -> None:
         self._module, self._loss, self._weights = module, loss, weights
         self._batch, self._held_out, self._random_state = batch, held_out, random_state
-        self._l2, self._chunk_size = l2, chunk_size
+        self._l2, self._chunk_size = settings.l2, settings.chunk_size
         self._like = weights.vector
 
     def value_at(self, d: Tensor, step: float = 1.0) -> float:

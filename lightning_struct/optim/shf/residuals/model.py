@@ -27,8 +27,8 @@ from lightning_struct.functional.residuals.residual_rows import BatchResiduals, 
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.torch_tools import tree_leaves
 from lightning_struct.functional.vectors import inner
-from lightning_struct.optim.shf.objective import FlatWeights
-from lightning_struct.optim.shf.samples import arguments
+from lightning_struct.optim.shf.samples import FlatWeights, arguments
+from lightning_struct.optim.shf.step_state import BufferUpdates
 
 # Parts of a batch whose gradients tell the variance, where J is not formed.
 _PARTS = 8
@@ -48,12 +48,15 @@ class ResidualModel:
 
     Attributes:
         weights: w.
+        args: arguments of the module.
         counts: name -> rows n_b of the blocks over all processes.
         samples: their sum.
         rows: residuals over all processes: a sample may have several.
         block_losses: name -> ½ mean_i r²_{b,i}, without w_b.
         value: f(w).
         residual: r(w), this process's rows, (N,).
+        gradient, gradient_squared, variance: ∇f, flat, ‖∇f‖², and ‖Var‖₁ of the gradients of single samples, which a
+            solver sets by :meth:`measure`.
 
     Raises:
         TypeError: the module did not return residuals.
@@ -76,7 +79,8 @@ class ResidualModel:
         args = arguments(inputs)
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         _check_inputs(tensors, self._device)
-        self._batch = BatchResiduals(records, weights, args, _repeating(random_state(*tensors), self._device))
+        self.args, self._repeated = args, _repeating(random_state(*tensors), self._device)
+        self._batch = BatchResiduals(records, weights, args, self._repeated)
         blocks = self._batch.blocks
         _check_names(blocks, counts, self._device)
         shares = loss.weights_of(blocks)
@@ -105,6 +109,20 @@ class ResidualModel:
                 f"the squares of the residuals of {_listed(too_large or blocks)} are too large for {self._dtype}; the "
                 "weights are unchanged. Divide the residuals by their usual size in the module"
             )
+
+    gradient: Tensor
+    gradient_squared: float
+    variance: float | None
+
+    def measure(self, gradient: Tensor, variance: float | None) -> None:
+        """Take over the gradient and the variance, which come with the solver's products."""
+        self.gradient, self.variance = gradient, variance
+        self.gradient_squared = inner(gradient, gradient).item()
+
+    def write_buffers(self, buffers: BufferUpdates) -> None:
+        """Let a forward write into the buffers of the module."""
+        with self._repeated(), torch.enable_grad():  # residuals may be derivatives in the inputs
+            buffers.run(self.args)
 
     def residual_at(self, d: Tensor) -> Tensor:
         """r(w + d), this process's rows."""

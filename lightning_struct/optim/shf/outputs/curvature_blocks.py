@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,58 +29,15 @@ from lightning_struct.functional.layers.registry import called_layers, kind_of, 
 Users: TypeAlias = frozenset[tuple[nn.Module, str]]
 
 
-class CurvatureBlock(ABC):
-    """Parameters whose part of the Gauss-Newton matrix is approximated together.
+class CurvatureBlock:
+    """Base of the blocks: parameters whose part of the Gauss-Newton matrix is approximated together.
 
-    Attributes:
-        name: of the first parameter.
-        parameters: names of all.
-        users: the layers whose calls the factors are made of.
+    Each kind of block has ``name`` (of its first parameter), ``parameters`` (names of all), ``users`` (the layers whose
+    calls its factors are made of), ``description`` (its form, and the sizes of the factors), ``sizes`` (shapes of the
+    factors by name), and the methods that :class:`KroneckerBlock` describes.
     """
 
-    name: str
-    parameters: tuple[str, ...]
-    users: Users
-
-    @property
-    @abstractmethod
-    def description(self) -> str:
-        """The form, and the sizes of the factors."""
-
-    @property
-    @abstractmethod
-    def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the factors by name."""
-
-    @abstractmethod
-    def sums(self, uses: Sequence[Contribution], gradients: Mapping[str, Tensor], like: Tensor) -> list[Tensor]:
-        """Sums over the uses in one chunk, which are added up over chunks and processes."""
-
-    @abstractmethod
-    def factors(self, sums: Sequence[Tensor], samples: int) -> dict[str, Tensor]:
-        """The factors, from the sums over all samples."""
-
-    @abstractmethod
-    def reached(self, sums: Sequence[Tensor]) -> bool:
-        """Whether any use was seen."""
-
-    @abstractmethod
-    def root(self, factors: Mapping[str, Tensor], damping: float) -> KroneckerRoot | DiagonalRoot:
-        """C of the block."""
-
-    @abstractmethod
-    def unchecked_root(
-        self, factors: Mapping[str, Tensor], damping: float
-    ) -> tuple[KroneckerRoot | DiagonalRoot, Tensor]:
-        """The same without waiting for the device, and whether it is good."""
-
-    @abstractmethod
-    def read(self, vector: Tensor) -> Tensor:
-        """The block's part of a flat vector, as its C takes it."""
-
-    @abstractmethod
-    def write(self, vector: Tensor, part: Tensor) -> None:
-        """The inverse of :meth:`read`."""
+    sizes: dict[str, tuple[int, ...]]
 
     @property
     def numbers(self) -> int:
@@ -129,6 +85,7 @@ class KroneckerBlock(CurvatureBlock):
         }
 
     def sums(self, uses: Sequence[Contribution], gradients: Mapping[str, Tensor], like: Tensor) -> list[Tensor]:
+        """Sums over the uses in one chunk, which are added up over chunks and processes."""
         moments: list[Sequence[Tensor]] = [
             second_moments(
                 use,
@@ -144,24 +101,30 @@ class KroneckerBlock(CurvatureBlock):
         return [sum(sums[1:], sums[0]).to(like) for sums in zip(*(moments or [nothing]), strict=True)]
 
     def factors(self, sums: Sequence[Tensor], samples: int) -> dict[str, Tensor]:
+        """The factors, from the sums over all samples."""
         inputs, outputs, positions = sums
         positions = positions.clamp(min=1).view(-1, *[1] * (inputs.ndim - 1))
         return {"inputs": inputs / positions, "outputs": outputs / samples}
 
     def reached(self, sums: Sequence[Tensor]) -> bool:
+        """Whether any use was seen."""
         return bool(sums[2].any())
 
     def root(self, factors: Mapping[str, Tensor], damping: float) -> KroneckerRoot:
+        """C of the block."""
         return kronecker_root(factors["inputs"], factors["outputs"], damping)
 
     def unchecked_root(self, factors: Mapping[str, Tensor], damping: float) -> tuple[KroneckerRoot, Tensor]:
+        """The same without waiting for the device, and whether it is good."""
         return unchecked_kronecker_root(factors["inputs"], factors["outputs"], damping)
 
     def read(self, vector: Tensor) -> Tensor:
+        """The block's part of a flat vector, as its C takes it."""
         parts = self._parts(vector)
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
     def write(self, vector: Tensor, part: Tensor) -> None:
+        """The inverse of :meth:`read`."""
         end = 0
         for target in self._parts(vector):
             begin, end = end, end + target.shape[2]

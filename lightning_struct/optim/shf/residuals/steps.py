@@ -1,0 +1,297 @@
+"""Steps of SHF for a module that returns residuals (``loss="least_squares"``)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_struct.collective import rank
+from lightning_struct.functional.residuals.residual_rows import RowRecords
+from lightning_struct.functional.residuals.residuals import LeastSquares
+from lightning_struct.functional.solvers.factored_least_squares import geodesic_acceleration
+from lightning_struct.functional.vectors import inner
+from lightning_struct.optim.shf.residuals.model import ResidualModel
+from lightning_struct.optim.shf.residuals.solvers import FreeMemory, ResidualSolver, make_solver
+from lightning_struct.optim.shf.samples import arguments, check_arguments
+from lightning_struct.optim.shf.settings import Settings, name_of
+from lightning_struct.optim.shf.step_state import Memory, StepState
+from lightning_struct.optim.shf.steps import Steps, Update
+
+_log = logging.getLogger(__name__)
+# If a step fails, the next one goes on with λ times this, at most with the largest singular value of J: the step has
+# tried all larger ones, and from far above it a step on other samples may be too short to change the loss.
+_RAISED = 10.0
+# γ rises no further by itself: the paper's γ₁.
+_LARGEST_WARM_START = 0.7
+# λ of the first step, as a share of the largest singular value of J.
+_FIRST_SHARE = 0.1
+# From one damping that is tried to the next, λ² changes by this factor, at most so often.
+_FACTOR, _MOST = 4.0, 10
+# Factors of λ² where none of these lowers the loss.
+_LARGER = tuple(10.0**power for power in range(1, 13))
+# Acceleration is taken where 2‖a‖ is below this share of ‖v‖. Transtrum & Sethna (2012, section 5) have .75.
+_LARGEST_ACCELERATION = 1.5
+# Remedy for a forward that does not take the inputs.
+_FORWARD = (
+    "With loss='least_squares' forward gets all of them, measurements too, and returns residuals, as "
+    "`forward(self, x, y)` with `return self.net(x) - y`. "
+)
+
+
+class ResidualSteps(Steps):
+    """Steps on batches of a module that returns residuals.
+
+    Args:
+        module: returns residuals.
+        loss: the weights of their blocks.
+        given: the settings as given to the optimizer.
+
+    Raises:
+        ValueError: a setting that has no meaning here.
+    """
+
+    def __init__(self, module: nn.Module, loss: LeastSquares, given: Settings) -> None:
+        super().__init__(module, loss, given.for_residuals(), exact_variance=True)
+        self._adapts_warm_start = given.warm_start.is_left("initial")
+        self._checks_reached = True
+        self._records, self._free_memory = RowRecords(module), FreeMemory()
+
+    def linearize(self, now: StepState, inputs: Any, targets: Tensor | None) -> ResidualModel:
+        """The problem of a batch at the current weights.
+
+        Raises:
+            TypeError: there are targets, or no inputs, or not those that the module takes.
+        """
+        if targets is not None:
+            raise TypeError(
+                "with loss='least_squares' the module returns residuals, which need no targets: step(inputs=...). Give "
+                "measurements as inputs, or choose loss='mse'"
+            )
+        if inputs is None:
+            raise TypeError(
+                "SHF.step needs the points or measurements of the residuals: step(inputs=...), () for none. In "
+                "Lightning put SHFOptimization before the LightningModule: automatic optimization gives an optimizer "
+                "no batch"
+            )
+        memory = now.memory
+        self._records.refused = dict(memory.decisions.get("refused_rows", {}))
+        self._records.whole_batches.refused = memory.decisions.get("refused_batches", False)
+        self._free_memory.too_many = dict(memory.decisions.get("too_many_rows", {}))
+        with now.timed("linearize"), self._network_draws(now), self.buffers.watched():
+            try:
+                return ResidualModel(self._records, self.loss, now.weights, inputs, counts=memory.blocks)
+            except TypeError:
+                check_arguments(self.module, arguments(inputs), _FORWARD)
+                raise
+
+    def solver(self, now: StepState, model: ResidualModel) -> ResidualSolver:
+        """The solver of the problem for any λ, which brings ∇f and the variance with it."""
+        name = None if self.settings.solver is None else name_of(self.settings.solver)
+        # Autocast is for the module, not for solvers.
+        with now.timed("linearize"), torch.autocast(model.residual.device.type, enabled=False):
+            solver = make_solver(model, name, self.settings.maxiter, self._free_memory)
+        if solver.method == "exact":
+            self._warn_of_slow_rows()
+        if self._checks_reached:
+            self._checks_reached = False
+            with self._network_draws(now):
+                self.diagnostics.check_reached(now.weights, model.weights.unflat(model.gradient), model.args)
+        return solver
+
+    def search(self, now: StepState, model: ResidualModel, solver: ResidualSolver) -> Update:
+        """The step around d0 = γ d of the last step, else around zero, with the λ that lowers the true loss most."""
+        damping, rule, adapts = now.group["damping"], self.settings.damping, now.group["drop"] is not None
+        if model.gradient_squared == 0.0:
+            why = ""
+            if model.value > 0.0:
+                why = ": it is at a minimum, or no residual depends on the weights (look for detach, no_grad, item)"
+            self.diagnostics.once("zero", f"SHF: the gradient of this batch is zero{why}; no step is taken")
+            return Update(model.value, damping or 1.0, "zero_gradient", solver.iterations)
+        start = now.start(model.weights.vector)
+        with torch.autocast(model.residual.device.type, enabled=False):
+            for center in (None,) if start is None else (start, None):
+                with now.timed("solve"):
+                    solver.begin(center, damping)
+                    smallest = solver.smallest_damping if adapts else 0.0
+                    bounds = max(rule.bounds[0], smallest), rule.bounds[1]
+                    around = _FIRST_SHARE * solver.largest if damping is None else max(damping, smallest)
+                    accelerated = getattr(rule, "acceleration", True)
+                    steps = DampedSteps(model, solver, bounds, accelerated=accelerated)
+                with now.timed("line_search"):
+                    step = steps.best(around, adapts=adapts)
+                if step is not None:
+                    change = model.value_of(model.residual + solver.product(step.velocity)) - model.value
+                    ratio = (step.value - model.value) / change if change < 0.0 else 0.0
+                    d = step.direction
+                    iterations = solver.iterations
+                    return Update(step.value, step.damping, solver.stop_reason, iterations, d, d, 1.0, ratio)
+        self._warn_of_precision(model)
+        raised = min(around * _RAISED, max(solver.largest, bounds[0]))
+        return Update(model.value, min(raised, bounds[1]), "line_search", solver.iterations)
+
+    def adapt(self, now: StepState, model: ResidualModel, solver: ResidualSolver, update: Update) -> None:
+        """λ and γ of the next step, and the memory of this one."""
+        group, memory = now.group, now.memory
+        if self._adapts_warm_start:
+            rounding = torch.finfo(model.residual.dtype).eps ** 0.5
+            group["warm_start"] = adapted_warm_start(group["warm_start"], model.value, memory.loss_after, rounding)
+        else:
+            group["warm_start"] = self.settings.warm_start.grown(group["warm_start"])
+        if memory.steps == 0 and rank() == 0:
+            _log.info(
+                f"SHF chose solver={solver.method!r} for {model.rows:,} residuals and "
+                f"{len(model.weights.vector):,} parameters, damping={update.damping:.3g}"
+            )
+        if group["drop"] is not None or group["damping"] is None:
+            now.damping = update.damping
+        now.memory = Memory(
+            steps=memory.steps + 1,
+            direction=update.direction,
+            blocks=model.counts,
+            loss_after=update.loss,
+            decisions={
+                "refused_rows": dict(self._records.refused),
+                "refused_batches": self._records.whole_batches.refused,
+                "too_many_rows": dict(self._free_memory.too_many),
+            },
+        )
+
+    def _warn_of_slow_rows(self) -> None:
+        for name, reason in self._records.refused.items():
+            self.diagnostics.once(
+                f"rows of {name}",
+                f"SHF: the rows of J for the residuals {name!r} take a backward pass each through the whole batch, or "
+                f"one for each parameter, since {reason}. Where each row of a block depends on one row of the inputs "
+                "they are far cheaper",
+            )
+
+    def _warn_of_precision(self, model: ResidualModel) -> None:
+        if model.residual.dtype == torch.float32:
+            what = "float32 ends here; go on in float64 (module.double(), precision='64-true')"
+        else:
+            what = "the limit of the precision is reached, or a minimum"
+        self.diagnostics.once(
+            "precision", f"SHF: no step lowers the loss {model.value:.6g} of this batch, the weights stay: {what}"
+        )
+
+
+@dataclass(frozen=True)
+class DampedStep:
+    """A step of a damped least-squares problem.
+
+    Attributes:
+        velocity: v, the solution, flat.
+        damping: λ it was computed with.
+        value: f(w + d); infinity where it is not finite.
+        acceleration: a; None where d = v.
+    """
+
+    velocity: Tensor
+    damping: float
+    value: float
+    acceleration: Tensor | None = None
+
+    @property
+    def direction(self) -> Tensor:
+        """d = v + a."""
+        return self.velocity if self.acceleration is None else self.velocity + self.acceleration
+
+
+class DampedSteps:
+    """Steps of one batch with different dampings.
+
+    Args:
+        model: the problem.
+        solver: its solver, after ``begin``.
+        bounds: the smallest and the largest λ.
+        accelerated: whether steps get a geodesic acceleration.
+    """
+
+    def __init__(
+        self, model: ResidualModel, solver: ResidualSolver, bounds: tuple[float, float], *, accelerated: bool
+    ) -> None:
+        self._model, self._solver, self._accelerated = model, solver, accelerated
+        # λ² added to squared singular values that rounding hides it from would change nothing.
+        smallest = torch.finfo(model.residual.dtype).eps * solver.largest
+        self._smallest, self._largest = min(max(bounds[0], smallest), bounds[1]), bounds[1]
+
+    def best(self, damping: float, *, adapts: bool) -> DampedStep | None:
+        """The step of the lowest loss, found by going from λ to larger and to smaller dampings while the loss falls.
+
+        Args:
+            damping: λ.
+            adapts: whether others are tried where λ lowers the loss.
+
+        Returns:
+            None where no damping lowers the loss.
+        """
+        best = self._step(damping)
+        if adapts:
+            for factor in (_FACTOR, 1.0 / _FACTOR):
+                further = self._descend(best, factor)
+                if further is not best:
+                    best = further
+                    break
+        for factor in _LARGER:
+            if best.value < self._model.value:
+                return best
+            if best.damping >= self._largest:  # a larger one is the same
+                return None
+            best = self._step(damping * math.sqrt(factor))
+        return best if best.value < self._model.value else None
+
+    def _descend(self, best: DampedStep, factor: float) -> DampedStep:
+        """The last step that is better than the one before, with λ² times ``factor`` from each to the next."""
+        for _ in range(_MOST):
+            damping = self._within(best.damping * math.sqrt(factor))
+            if damping == best.damping:
+                break
+            step = self._step(damping)
+            if not step.value < best.value:
+                break
+            best = step
+        return best
+
+    def _step(self, damping: float) -> DampedStep:
+        damping = self._within(damping)
+        velocity = self._solver.direction(damping)
+        if self._accelerated:
+            a = geodesic_acceleration(self._solver, self._model.residual, self._model.residual_at, velocity, damping)
+            if 2.0 * math.sqrt(inner(a, a).item()) < _LARGEST_ACCELERATION * math.sqrt(
+                inner(velocity, velocity).item()
+            ):
+                value = self._value(velocity + a)
+                if value < self._model.value:
+                    return DampedStep(velocity, damping, value, a)
+        return DampedStep(velocity, damping, self._value(velocity))
+
+    def _within(self, damping: float) -> float:
+        return min(max(damping, self._smallest), self._largest)
+
+    def _value(self, d: Tensor) -> float:
+        value = self._model.value_at(d)
+        return value if math.isfinite(value) else math.inf
+
+
+def adapted_warm_start(warm_start: float, loss: float, left: float | None, rounding: float) -> float:
+    """γ for the steps to come, by how much of the loss of a batch the one before did not show.
+
+    Where the samples stay, a batch begins with the loss that the last step left: γ stays, at first 0. Samples that are
+    drawn anew have a larger loss, as far as the steps fitted the noise of the last ones; γ then moves half of the way
+    to the share 1 - left/loss, .7 at most, and averages over the batches (see SPRING, Goldshlager et al. 2024).
+
+    Args:
+        warm_start: γ.
+        loss: of the batch, before its step.
+        left: the loss that the last step left of its batch; None for the first step.
+        rounding: share of the loss that rounding may change.
+    """
+    if left is None or abs(loss - left) <= rounding * left:
+        return warm_start
+    unseen = 1.0 - left / loss if loss > left else 0.0
+    return 0.5 * (warm_start + min(unseen, _LARGEST_WARM_START))

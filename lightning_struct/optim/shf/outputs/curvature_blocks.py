@@ -29,27 +29,14 @@ from lightning_struct.functional.layers.registry import called_layers, kind_of, 
 Users: TypeAlias = frozenset[tuple[nn.Module, str]]
 
 
-class CurvatureBlock:
-    """Base of the blocks: parameters whose part of the Gauss-Newton matrix is approximated together.
-
-    Each kind of block has ``name`` (of its first parameter), ``parameters`` (names of all), ``users`` (the layers whose
-    calls its factors are made of), ``description`` (its form, and the sizes of the factors), ``sizes`` (shapes of the
-    factors by name), and the methods that :class:`KroneckerBlock` describes.
-    """
-
-    sizes: dict[str, tuple[int, ...]]
-
-    @property
-    def numbers(self) -> int:
-        """Count of the numbers in the factors."""
-        return sum(torch.Size(shape).numel() for shape in self.sizes.values())
-
-
 @dataclass(frozen=True, eq=False)
-class KroneckerBlock(CurvatureBlock):
+class KroneckerBlock:
     """A weight (groups · rows, ...), with its bias as the last column; or a bias alone.
 
     Attributes:
+        name: of the first parameter.
+        parameters: names of all.
+        users: the layers whose calls the factors are made of, with the name of the parameter below each.
         places: where its parameters are in the flat vector of all.
         groups, rows, columns: the matrix is (groups, rows, columns).
         transposed: the weight is stored as (inputs, rows), of one group.
@@ -69,6 +56,7 @@ class KroneckerBlock(CurvatureBlock):
 
     @property
     def description(self) -> str:
+        """The form, and the sizes of the factors."""
         sides = [f"{self.columns} inputs", f"{self.rows} outputs"]
         for i, diagonal in enumerate((self.diagonal_inputs, self.diagonal_outputs)):
             sides[i] += " (diagonal)" if diagonal else ""
@@ -76,6 +64,8 @@ class KroneckerBlock(CurvatureBlock):
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the factors by name."""
+
         def shape(size: int, diagonal: bool) -> tuple[int, ...]:
             return (self.groups, size) if diagonal else (self.groups, size, size)
 
@@ -139,8 +129,8 @@ class KroneckerBlock(CurvatureBlock):
 
 
 @dataclass(frozen=True, eq=False)
-class DiagonalBlock(CurvatureBlock):
-    """One parameter of any shape.
+class DiagonalBlock:
+    """One parameter of any shape; its methods are those of :class:`KroneckerBlock`.
 
     Its diagonal is that of the uses' squared shares. Where no use was seen, as of a parameter outside of the layers
     that torch knows, it is the mean of the squared gradient of the probe, the same for all entries: unbiased too, but a
@@ -153,7 +143,7 @@ class DiagonalBlock(CurvatureBlock):
     shape: torch.Size
 
     @property
-    def parameters(self) -> tuple[str, ...]:  # type: ignore[override]
+    def parameters(self) -> tuple[str, ...]:
         return (self.name,)
 
     @property
@@ -189,6 +179,10 @@ class DiagonalBlock(CurvatureBlock):
 
     def write(self, vector: Tensor, part: Tensor) -> None:
         vector[self.place].view(self.shape).copy_(part)
+
+
+# Parameters whose part of the Gauss-Newton matrix is approximated together.
+CurvatureBlock: TypeAlias = KroneckerBlock | DiagonalBlock
 
 
 @dataclass(eq=False)

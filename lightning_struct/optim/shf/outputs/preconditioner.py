@@ -356,7 +356,7 @@ class KroneckerFactors:
 
     def _memory(self, block: CurvatureBlock) -> int:
         copies = 3 if self._inverted and not isinstance(block, DiagonalBlock) else 2  # factors, roots, inverses
-        return copies * block.numbers * self._itemsize
+        return copies * sum(torch.Size(shape).numel() for shape in block.sizes.values()) * self._itemsize
 
     def _chosen_interval(self, weights: int) -> int:
         """Steps between factorisations, at most ten, for which these take about a fifth of the operations."""

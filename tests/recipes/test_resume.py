@@ -50,10 +50,9 @@ LITTLE = {
     "burgers_pinn": [*POINTS, "--data.counts={interior: 12, boundary: 6, initial: 6}"],
 }
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+ALIKE = ("mnist_autoencoder", "usps_autoencoder", "heat_pinn", "burgers_pinn")  # others are the same but for the data
 CASES = [
-    *(
-        (recipe, None) for recipe in RECIPES if recipe not in ("heat_pinn", "burgers_pinn")
-    ),  # poisson_pinn but for the equation
+    *((recipe, None) for recipe in RECIPES if recipe not in ALIKE),
     ("curves_autoencoder", "adam"),
     ("curves_autoencoder", "kronecker"),
     ("mnist_fnn", "hrls"),

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.models import Classifier, LanguageModel
 from lightning_struct.models.structured import LayerOfSizes
-from lightning_struct.nn import LDRSubdiagonal, PrunedLinear
+from lightning_struct.nn import PrunedLinear
 from lightning_struct.recipes.catalogue import config_directory
 
 pytestmark = pytest.mark.usefixtures("without_pictures")  # test_cli.py looks at those
@@ -128,13 +128,6 @@ def test_shipped_way_of_training_runs(name, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(LITTLE))
-def test_without_a_config_ldr_sd_is_trained(name):
-    cli = run(name, "fit", "--trainer.max_epochs=0")
-    assert any(isinstance(module, LDRSubdiagonal) for module in cli.model.modules())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "pixels", "classes"),
     [
@@ -227,15 +220,6 @@ def test_language_model_has_the_vocabulary_of_its_text(tmp_path):
     assert cli.model.embedding.num_embeddings == 12  # <eos> and <unk>
 
 
-@pytest.mark.slow
-def test_language_model_ends_with_its_perplexity(capsys):
-    cli = run("wikitext_lstm", "fit", *config("wikitext_lstm", "low_rank"), "--trainer.max_epochs=1")
-    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("│ test"))
-    perplexity = float(row.split("│")[3])
-    assert perplexity == pytest.approx(cli.trainer.callback_metrics["test_perplexity"].item(), abs=0.01)
-    assert 5 < perplexity < 35
-
-
 @pytest.mark.parametrize("name", ["structured_image", "wikitext_lstm"])
 def test_missing_files_are_one_error_that_names_the_remedies(name, tmp_path):
     with pytest.raises(MisconfigurationException, match="Remedies:(.|\n)*--data.synthetic=true"):
@@ -243,20 +227,18 @@ def test_missing_files_are_one_error_that_names_the_remedies(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_checkpoint_says_itself_which_language_model_it_is_of():
+def test_language_model_is_trained_tested_and_predicts_by_its_checkpoint(capsys):
     small = ["--model.hidden_size=8", "--model.embedding_size=8"]
-    run("wikitext_lstm", "fit", *config("wikitext_lstm", "low_rank"), *small, "--trainer.max_epochs=1")
+    cli = run("wikitext_lstm", "fit", *config("wikitext_lstm", "low_rank"), *small, "--trainer.max_epochs=1")
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("│ test"))
+    perplexity = float(row.split("│")[3])
+    assert perplexity == pytest.approx(cli.trainer.callback_metrics["test_perplexity"].item(), abs=0.01)
+    assert 5 < perplexity < 35
     checkpoint = "results/wikitext_lstm/version_0/checkpoints/last.ckpt"
-    cli = run("wikitext_lstm", "test", "--ckpt_path", checkpoint)
     again = LanguageModel.load_from_checkpoint(checkpoint)
-    assert cli.model.recurrent.hidden_size == 8 and torch.equal(again.output.weight, cli.model.output.weight)
-
-
-@pytest.mark.slow
-def test_predict_writes_the_likeliest_words():
-    run("wikitext_lstm", "fit", *config("wikitext_lstm", "low_rank"), "--trainer.max_epochs=1")
-    checkpoint = "results/wikitext_lstm/version_0/checkpoints/last.ckpt"
-    cli = run("wikitext_lstm", "predict", *config("wikitext_lstm", "low_rank"), "--ckpt_path", checkpoint)
-    written = torch.load(Path(cli.trainer.log_dir) / "words.pt")["words"]
-    table = cli.datamodule.evaluation_dataloader("test").table[:-1]
-    assert torch.equal(written, cli.model.eval()(table)[0].argmax(-1))
+    predicted = run("wikitext_lstm", "predict", "--ckpt_path", checkpoint)
+    assert predicted.model.recurrent.hidden_size == 8
+    assert torch.equal(again.output.weight, predicted.model.output.weight)
+    written = torch.load(Path(predicted.trainer.log_dir) / "words.pt")["words"]
+    table = predicted.datamodule.evaluation_dataloader("test").table[:-1]
+    assert torch.equal(written, predicted.model.eval()(table)[0].argmax(-1))

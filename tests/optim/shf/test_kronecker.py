@@ -419,25 +419,6 @@ def test_a_regression_of_one_output_takes_a_few_iterations() -> None:
     assert iterations(module, data, preconditioner=None, **options) > 25
 
 
-def test_a_small_convolutional_classifier_is_trained() -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(
-        nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(),
-        nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6, 2),
-    )  # fmt: skip
-    images = torch.randn(60, 1, 7, 7)
-    labels = (images[:, 0, :, 3].mean(1) > images[:, 0, 3].mean(1)).long()
-    optimizer = make(
-        module,
-        "cross_entropy",
-        damping=LevenbergMarquardt(initial=0.3, drop=0.8),
-        solver=LSMR(maxiter=10),
-        backend="double_backward",
-    )
-    reports = [take(optimizer, (images, labels)) for _ in range(12)]
-    assert reports[-1].loss_after < 0.5 * reports[0].loss_before
-
-
 def test_bfloat16_autocast_keeps_float32_factors() -> None:
     module, (inputs, targets) = network(torch.float32), batch(dtype=torch.float32)
     optimizer = make(module, solver=LSMR(maxiter=10))

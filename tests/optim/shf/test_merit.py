@@ -76,7 +76,7 @@ def test_it_stops_where_algorithm_6_stops(name: str, miniter: int, recover: int,
     st.integers(0, 60),
     st.sampled_from([0.0, 1e-7, 1e-4, 1e-2]),
 )
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_it_stops_where_algorithm_6_stops_on_any_sequence(
     factors: list[float], miniter: int, recover: int, ftol: float
 ) -> None:

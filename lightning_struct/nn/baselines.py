@@ -202,6 +202,9 @@ class PrunedLinear(StructuredLinear):
     def _prepare_factors(self) -> SparseEntries:
         return SparseEntries(self.values, self.places, self.out_features, self.in_features)
 
+    def _prepares_dense(self, rows: int) -> bool:
+        return True
+
     def _start_near(self, weight: Tensor) -> None:
         flat = weight.flatten()
         self.places.copy_(flat.abs().topk(self.values.numel()).indices.sort().values)

@@ -390,6 +390,9 @@ class _FixedNodesLinear(GeneratorLinear):
     def _prepare_factors(self) -> PreparedMatrix:
         return self._part(type(self).factors(*self._nodes().values(), self.G, self.H))
 
+    def _prepares_dense(self, rows: int) -> bool:
+        return True
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         nodes = self._nodes()
         super()._apply(fn, recurse)
@@ -484,16 +487,19 @@ class CauchyLike(_FixedNodesLinear):
 
     def _drawn_nodes(self) -> tuple[Tensor, Tensor]:
         if self.init == "reference":
-            of_both = [torch.arange(size, device="cpu", dtype=torch.float64) for size in (self.rows, self.columns)]
-            shares = [(numbers + 0.5) / len(numbers) for numbers in of_both]
-            order = torch.cat(shares).argsort(stable=True).argsort()
-            return order[: self.rows], order[self.rows :]
+            return self._dealt_nodes()
         # Not dealt out: an entry is G Hᵀ over the distance, and most of 256 columns would be far from each of 10 rows.
         sizes = sorted((self.rows, self.columns))
         few, many = (torch.arange(size, device="cpu", dtype=torch.float64) for size in sizes)
         places = (many + 0.5) * (sizes[0] / sizes[1])
         spread = 2 * places.floor() + 0.5 + places.frac()
         return (2 * few, spread) if self.rows <= self.columns else (spread, 2 * few)
+
+    def _dealt_nodes(self) -> tuple[Tensor, Tensor]:
+        of_both = [torch.arange(size, device="cpu", dtype=torch.float64) for size in (self.rows, self.columns)]
+        shares = [(numbers + 0.5) / len(numbers) for numbers in of_both]
+        order = torch.cat(shares).argsort(stable=True).argsort()
+        return order[: self.rows], order[self.rows :]
 
     def _sum_of_squares(self) -> float:
         row_nodes, column_nodes = self._drawn_nodes()  # not the buffers: on the meta device they have no values
@@ -508,8 +514,10 @@ class CauchyLike(_FixedNodesLinear):
         return super()._refinement() * 1024 // max(1024, self.in_features, self.out_features)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        for name, exact in zip(self.node_names, self._drawn_nodes(), strict=True):  # a file may have rounded ones
+        # Version 0.2 rounded the nodes of layers in half precision, and all of its layers had the nodes dealt out.
+        for name, dealt, drawn in zip(self.node_names, self._dealt_nodes(), self._drawn_nodes(), strict=True):
             nodes = state_dict.get(prefix + name)
-            if isinstance(nodes, Tensor) and nodes.dtype in HALF_PRECISION and torch.equal(nodes, exact.to(nodes)):
+            if isinstance(nodes, Tensor) and nodes.dtype in HALF_PRECISION:
+                exact = drawn if torch.equal(nodes, drawn.to(nodes)) else dealt
                 state_dict[prefix + name] = exact.to(nodes.device, torch.float32)
         super()._load_from_state_dict(state_dict, prefix, *arguments)

@@ -497,7 +497,7 @@ class LDRTridiagonal(LearnedOperatorLinear):
 
     @property
     def method_in_use(self) -> str:
-        """The method by which products are computed in training; in eval mode the dense matrix is kept."""
+        """The method by which products are computed in training; in eval mode the dense matrix is prepared."""
         return choose_tridiagonal_method(self.G.device) if self.method == "auto" else self.method
 
     @property
@@ -525,6 +525,9 @@ class LDRTridiagonal(LearnedOperatorLinear):
 
     def _prepare_factors(self) -> PreparedMatrix:
         return self._part(TridiagonalFactors.of(*self.operators, self.G, self.H))
+
+    def _prepares_dense(self, rows: int) -> bool:
+        return True
 
     def _set_operators(self, a: SubdiagonalOperator, b: SubdiagonalOperator) -> None:
         self.subdiagonal_a.copy_(a.subdiagonal)

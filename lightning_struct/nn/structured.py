@@ -30,11 +30,12 @@ class StructuredLinear(nn.Module):
     with ``nn.Linear``.
 
     In eval mode, without gradients to the parameters, the layer prepares what it needs of the parameters alone once for
-    many calls: the dense matrix (at most 64 MiB in float32 if the class has something smaller), or spectra or factors,
-    whichever multiplies faster, or both for batches of different sizes. They are made anew when a parameter has
-    changed, and dropped by ``train()``, ``eval()``, ``to()`` and each product with gradients to the parameters. A layer
-    that was made in inference mode, or whose parameters are shared with other processes, prepares nothing. A change
-    through ``parameter.data`` in eval mode goes unnoticed until the next ``eval()``.
+    many calls: the dense matrix (at most 64 MiB in float32), or spectra or factors, whichever multiplies faster, or
+    both for batches of different sizes. LDR-TD, Vandermonde-like, Cauchy-like and pruned layers always prepare the
+    dense matrix, of any size. The prepared forms are made anew when a parameter has changed, and dropped by
+    ``train()``, ``eval()``, ``to()`` and each product with gradients to the parameters. A layer that was made in
+    inference mode, or whose parameters are shared with other processes, prepares nothing. A change through
+    ``parameter.data`` in eval mode goes unnoticed until the next ``eval()``.
 
     A class derived from this one names its parameters in ``weight_names``, and defines ``_draw_weights`` and
     ``_multiply``; or ``_prepare_factors`` in place of ``_multiply``, if there is something better to prepare than the

@@ -248,6 +248,13 @@ def test_nodes_stay_distinct_in_half_precision(cls, dtype):
     assert all(getattr(layer.double(), name).dtype == torch.float64 for name in cls.node_names)
 
 
+def test_dealt_nodes_that_version_0_2_rounded_are_restored():
+    dealt, layer = CauchyLike(300, 200, init="reference"), CauchyLike(300, 200)
+    layer.load_state_dict({name: tensor.half() for name, tensor in dealt.state_dict().items()})
+    for name in CauchyLike.node_names:
+        assert torch.equal(getattr(layer, name), getattr(dealt, name))
+
+
 @pytest.mark.parametrize("assign", [True, False])
 def test_rounded_nodes_of_checkpoints_in_half_precision_are_restored(assign):
     layer, x = CauchyLike(300, 200).bfloat16(), torch.randn(3, 300).bfloat16()

@@ -5,8 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_struct.functional import ldr_to_dense
+from lightning_struct.functional import SubdiagonalOperator, ldr_to_dense
 from lightning_struct.nn import LDRSubdiagonal, LDRTridiagonal, ToeplitzLike
+from lightning_struct.nn.approximation import stein_residual
+from tests.cases import gaussian
 
 CLASSES = [LDRSubdiagonal, LDRTridiagonal]
 SUBDIAGONAL_METHODS = ["scaled", "scaled_float64", "dense", "tree", "krylov"]
@@ -348,3 +350,14 @@ def test_wrong_arguments_are_named(make, message):
 def test_corner_for_a_class_that_has_none_is_refused():
     with pytest.raises(TypeError, match="corner"):
         ToeplitzLike(8, 8, corner="learned")
+
+
+@pytest.mark.parametrize(("m", "n"), [(4, 6), (6, 4), (5, 5)])
+def test_residual_of_a_matrix_makes_it_again(m, n):
+    a, b = (SubdiagonalOperator(gaussian(k - 1, seed=k), gaussian(1, seed=0)[0]) for k in (m, n))
+    target = gaussian(m, n, seed=1)
+    term = made = stein_residual(target, a, b)
+    for _ in range(1, min(m, n)):
+        term = a.matvec(b.matvec(term).mT).mT
+        made = made + term
+    torch.testing.assert_close(made, target)

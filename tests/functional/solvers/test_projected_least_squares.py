@@ -35,6 +35,7 @@ def test_the_whole_space_has_the_solution_for_every_damping_and_right_hand_side(
     rows, columns = SHAPES[shape]
     jacobian, b, other = gaussian(rows, columns, seed=0), gaussian(rows, seed=1), gaussian(rows, seed=2)
     solver = project(jacobian, b, 5, method)
+    torch.testing.assert_close(solver.gradient, -jacobian.mT @ b)
     for damping in (3.0, 0.1):
         matrix = jacobian.mT @ jacobian + damping**2 * torch.eye(columns, dtype=torch.float64)
         torch.testing.assert_close(solver.solution(damping), torch.linalg.solve(matrix, jacobian.mT @ b))

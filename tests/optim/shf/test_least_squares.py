@@ -911,11 +911,11 @@ def test_blocks_keep_their_names() -> None:
         optimizer.step(inputs=torch.ones(3, 1))
 
 
-@pytest.mark.parametrize("returned", [3.0, torch.ones(2, dtype=torch.int64), ()], ids=["number", "integers", "tuple"])
+@pytest.mark.parametrize("returned", [{"a": 3.0}, {"a": torch.ones(2, dtype=torch.int64)}, (ONES,), {}])
 def test_other_things_than_residuals_are_named(returned: Any) -> None:
     module = nn.Linear(1, 1)
-    module.forward = lambda _: {"a": returned} if returned != () else ()  # type: ignore[method-assign]
-    with pytest.raises(TypeError, match="block 'a'|it returned tuple|returned an empty|returned tuple"):
+    module.forward = lambda _: returned  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match="block 'a'|It returned tuple|It returned an empty mapping"):
         SHF(module, "least_squares").step(inputs=torch.ones(1, 1))
 
 

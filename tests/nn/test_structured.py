@@ -535,3 +535,14 @@ def test_what_has_no_nearest_member_is_named(linear, refine, error, message):
 def test_wrong_arguments_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_is_near_to_the_dense_matrix_in_float64_and_freeze_double_too(name):
+    layer, x = make(name), torch.randn(5, 12)
+    reference = copy.deepcopy(layer).double()
+    exact = nn.functional.linear(x.double(), reference.to_dense(), reference.bias).detach()
+    frozen = layer.eval().freeze().double()
+    for y in (layer.train()(x).detach(), layer.eval()(x).detach(), frozen(x.double())):
+        torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+    assert frozen.weight.dtype == torch.float64

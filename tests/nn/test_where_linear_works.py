@@ -385,3 +385,30 @@ def test_inputs_may_be_given_by_the_name_that_linear_has_for_them(name):
     layer, x = FACTORIES[name](12, 7), torch.randn(3, 12)
     for module in layer, layer.freeze(), add_adapters(nn.Sequential(nn.Linear(12, 7)), FACTORIES[name])[0]:
         assert torch.equal(module(input=x), module(x))
+
+
+class PreTrainedModel(nn.Module):
+    """A model with the gradient checkpointing of the transformers package: a function that each block is called by."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(FACTORIES[name](12, 12) for name in NAMES if name != "pruned")
+        self.gradient_checkpointing = None
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs):
+        self.gradient_checkpointing = functools.partial(checkpoint, **gradient_checkpointing_kwargs)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + (
+                block(x) if self.gradient_checkpointing is None else self.gradient_checkpointing(block.__call__, x)
+            )
+        return x
+
+
+def test_gradient_checkpointing_enable_gives_the_same_gradients():
+    torch.manual_seed(0)
+    model, x = PreTrainedModel(), torch.randn(3, 12)
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.testing.assert_close(torch.autograd.grad(model(x).square().mean(), list(model.parameters())), expected)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.functional import LeastSquares
-from lightning_struct.optim import LSMR, SHF
+from lightning_struct.optim import LSMR, SHF, LevenbergMarquardt
 from tests.cases import flat, gaussian, trainable
 from tests.optim.shf.test_least_squares import Equation
 from tests.processes import in_two_processes
@@ -27,6 +27,7 @@ SIZES = {
 }
 SOLVERS: dict[str, dict[str, Any]] = {
     "exact": {"solver": "exact", "warm_start": 0.5},
+    "lightly damped": {"solver": "exact", "damping": LevenbergMarquardt(initial=1e-7, drop=None)},
     "lsmr": {"solver": LSMR(maxiter=19)},
 }
 

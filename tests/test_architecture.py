@@ -21,9 +21,11 @@ PEERS = ("mixins", "callbacks", "models", "data", "utilities")
 ON_LIGHTNING = {part: {*ON_TORCH, *STATEFUL, *PEERS} for part in PEERS}
 MAY_IMPORT = ON_TORCH | STATEFUL | ON_LIGHTNING | {"strategies": {"mixins"}, "recipes": {*ON_TORCH, *STATEFUL, *PEERS}}
 
-# Private names that may be used beside Lightning: of Python's named tuples and its argparse, of torch's DataLoader, and
-# the one that Lightning's documentation gives to callbacks for their ``state_key``.
-PRIVATE_NAMES_TO_USE = {"_asdict", "_fields", "_replace", "_actions", "_iterator", "_generate_state_key"}
+# Private names that may be used beside Lightning: of Python's named tuples and its argparse, of torch's DataLoader and
+# compiled modules, and the one that Lightning's documentation gives to callbacks for their ``state_key``.
+PRIVATE_NAMES_TO_USE = {
+    *("_asdict", "_fields", "_replace", "_actions", "_iterator", "_compiled_call_impl", "_generate_state_key"),
+}
 
 
 @cache

@@ -4,7 +4,7 @@ They have nothing to do with Lightning's ``Strategy`` (ddp, fsdp, ...), which sa
 work on one device and under ddp.
 """
 
-from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
+from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics
 from lightning_struct.mixins.rls import RLSOptimization
 from lightning_struct.mixins.shf import SHFOptimization
 

@@ -71,7 +71,8 @@ def make_trainer(pl, *callbacks, epochs=3, **options):
 
 
 def growing():
-    return GrowingBatchSize(32, theta=0.5, estimator="layers", every_n_steps=1, window=1)
+    estimator, rule = NoiseEstimator("layers", every_n_steps=1), ValidationRule(window=1)
+    return GrowingBatchSize(32, theta=0.5, estimator=estimator, validation=rule)
 
 
 @pytest.mark.parametrize("mixins", [(), (SHFOptimization,)], ids=["automatic", "SHF"])
@@ -133,7 +134,7 @@ def test_whole_weights_are_not_refused(pl):
 
 PROJECT = """
 import sys
-from lightning_struct import GrowingBatchSize, SHFOptimization
+from lightning_struct import GrowingBatchSize, NoiseEstimator, SHFOptimization, ValidationRule
 
 callback = GrowingBatchSize(max_batch_size=16)
 import {namespace} as pl

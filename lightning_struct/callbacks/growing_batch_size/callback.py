@@ -10,28 +10,27 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_struct.callbacks.growing_batch_size.estimators import NoiseEstimator
 from lightning_struct.callbacks.growing_batch_size.fit import Fit
-from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
 from lightning_struct.callbacks.growing_batch_size.measurement import Measurement
-from lightning_struct.callbacks.growing_batch_size.records import keep, record_of_check
-from lightning_struct.callbacks.growing_batch_size.rules import next_batch_size, predicted_batch_size
-from lightning_struct.callbacks.growing_batch_size.schedule import SampleSchedule
-from lightning_struct.callbacks.growing_batch_size.settings import (
-    NoiseEstimator,
+from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics
+from lightning_struct.callbacks.growing_batch_size.rules import (
+    SampleSchedule,
     ValidationRule,
-    check_choice,
-    check_optional_count,
+    next_batch_size,
+    predicted_batch_size,
 )
 from lightning_struct.callbacks.growing_batch_size.stationarity import window_length
 from lightning_struct.callbacks.runs import Run
 from lightning_struct.callbacks.validation import DueValidation, MonitoredValue, not_finite
 from lightning_struct.collective import of_first_process, world_size
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.checks import check, is_number
+from lightning_struct.utilities.checks import check, check_positive, is_number
 from lightning_struct.utilities.lightning_internals import skips_backward, trained_on
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
 MONITORS = "ValidationRule(monitor=...)"
+MOST_RECORDS = 4096
 PARTS = ("growth", "measurement", "learning_rate", "schedulers")  # of a fit, in checkpoints
 
 
@@ -147,15 +146,15 @@ class GrowingBatchSize(Callback):
         validation: ValidationRule | None = None,
         mode: Literal["auto", "batch", "accumulate"] = "auto",
     ) -> None:
-        check_optional_count("max_batch_size", max_batch_size)
-        check_optional_count("max_device_batch_size", max_device_batch_size)
+        check_positive(max_batch_size=max_batch_size, max_device_batch_size=max_device_batch_size)
         check("theta", theta, theta is None or (is_number(theta) and theta > 0), "a number > 0, or None")
-        check_choice("scale_lr", scale_lr, (None, "sqrt", "linear", "adascale"))
+        of_rate = scale_lr in (None, "sqrt", "linear", "adascale")
+        check("scale_lr", scale_lr, of_rate, "'sqrt', 'linear', 'adascale', or None")
         share = is_number(max_overhead) and 0 < max_overhead <= 1
         check("max_overhead", max_overhead, share, "a share of the time, in (0, 1]")
         is_rule = validation is None or isinstance(validation, ValidationRule)
         check("validation", validation, is_rule, "a ValidationRule, or None")
-        check_choice("mode", mode, ("auto", "batch", "accumulate"))
+        check("mode", mode, mode in ("auto", "batch", "accumulate"), "'auto', 'batch' or 'accumulate'")
         if mode == "accumulate" and max_device_batch_size is not None:
             raise MisconfigurationException(
                 "mode='accumulate' leaves the batches of the loaders as they are, and max_device_batch_size="
@@ -297,10 +296,10 @@ class GrowingBatchSize(Callback):
             self._end_batch(trainer, batch, batch_idx)
         fit.batch, fit.batch_ended = None, False
         if fit.stepped:
-            if not fit.told:
-                fit.told = True
+            if not fit.is_described:
+                fit.is_described = True
                 rank_zero_info(self._description())
-            fit.log.end_step(trainer, pl_module)
+            fit.log()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.validation.monitor is None or not self._validation.on_validation_end(trainer):
@@ -360,15 +359,15 @@ class GrowingBatchSize(Callback):
         self.predictions = list(state_dict["predictions"])
         self.validation_values = list(state_dict["validation_values"])
         self._samples, self._steps = state_dict["samples"], state_dict["steps"]
-        self._resized_at = state_dict.get("resized_at", 0)
-        if state_dict.get("schedule") == self.schedule is not None:
+        self._resized_at = state_dict["resized_at"]
+        if state_dict["schedule"] == self.schedule is not None:
             self._looks_at = state_dict["looks_at"]
         else:
             self._looks_at = 0.0
             self._look_at_schedule()
         self.records = [dict(record) for record in state_dict["records"]]
         self._validation.load_state_dict(state_dict["validation"])
-        self._parts = {name: state_dict.get(name) for name in PARTS}
+        self._parts = {name: state_dict[name] for name in PARTS}
         if self._fit is not None:
             self._fit.load_state_dict(self._parts)
             is_loaded = self._parts["growth"] is not None and self._batch_size == state_dict["batch_size"]
@@ -421,14 +420,14 @@ class GrowingBatchSize(Callback):
             return
         if measurement.is_reported:
             self._samples += step.samples
-        fit.log.values["batch_size"] = float(step.samples)
+        fit.values["batch_size"] = float(step.samples)
         growth.on_step(step.samples)
         if fit.rate is not None:
-            fit.log.values["learning_rate_scale"] = fit.rate.factor
+            fit.values["learning_rate_scale"] = fit.rate.factor
             noise = [noise.value for noise in measurement.noise.values()] if step.checked else []
             fit.rate.end_step(growth.batch_size, min(noise, default=None))
         if self._schedule is not None:
-            keep({"samples": self._samples, "batch_size": step.samples}, self.records)
+            self._record(batch_size=step.samples)
             if self._steps >= self._looks_at:
                 self._set_batch_size(trainer, step.samples)
             return
@@ -532,16 +531,26 @@ class GrowingBatchSize(Callback):
             taken = [statistics] if fit.measurement.is_reported else [noise.statistics(size) for noise in noises]
             dataset_size = fit.growth.dataset_size
             predicted = max(predicted_batch_size(of, dataset_size, theta, self.max_batch_size) for of in taken)
-            fit.log.values["gradient_variance"] = variance
-        fit.log.values["batch_size_predicted"] = float(predicted)
+            fit.values["gradient_variance"] = variance
+        fit.values["batch_size_predicted"] = float(predicted)
         if noises and (noise_scale := max(noise.value for noise in noises)) < math.inf:
-            fit.log.values["gradient_noise_scale"] = noise_scale
+            fit.values["gradient_noise_scale"] = noise_scale
         most = self.validation.window + 1
         self.predictions = [*self.predictions, predicted][-most:]
         if self.validation.monitor is None and statistics.validation_value is not None:
             self.validation_values = [*self.validation_values, statistics.validation_value][-most:]
-        validation_value = self.validation_values[-1] if self.validation_values else None
-        keep(record_of_check(statistics, self._samples, predicted, validation_value), self.records)
+        record: dict[str, float] = {"batch_size": size, "batch_size_predicted": predicted}
+        if variance is not None and statistics.gradient_squared_norm > 0:
+            record["variance_ratio"] = variance / (size * statistics.gradient_squared_norm)
+        if self.validation_values:
+            record["validation_value"] = self.validation_values[-1]
+        self._record(**record)
+
+    def _record(self, **record: float) -> None:
+        """Append a record; of too many, drop every other one of the older half."""
+        self.records.append({"samples": self._samples, **record})
+        if len(self.records) > MOST_RECORDS:
+            del self.records[: MOST_RECORDS // 2 : 2]
 
     def _description(self) -> str:
         """What was chosen, in one line; after the first step, in which estimators count their work."""

@@ -1,23 +1,29 @@
-"""What the callback has for the time of one fit: the parts that it hooks into the Trainer, and the batch under way."""
+"""The parts of one fit: what the callback hooks into the Trainer, logs, and knows of the batch under way."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
-from lightning_struct.callbacks.growing_batch_size.accumulation import check_accumulation
-from lightning_struct.callbacks.growing_batch_size.accumulation_growth import AccumulationGrowth
-from lightning_struct.callbacks.growing_batch_size.growth import BatchGrowth, State
+from lightning_struct.callbacks.growing_batch_size.growth import (
+    AccumulationGrowth,
+    BatchGrowth,
+    State,
+    check_accumulation,
+)
 from lightning_struct.callbacks.growing_batch_size.learning_rate import LearningRateRule, LearningRateScale
 from lightning_struct.callbacks.growing_batch_size.loader_growth import LoaderGrowth
 from lightning_struct.callbacks.growing_batch_size.measurement import Measurement
-from lightning_struct.callbacks.growing_batch_size.raw_steps import RawSteps
 from lightning_struct.callbacks.growing_batch_size.scheduler_clock import SchedulerClock
-from lightning_struct.callbacks.growing_batch_size.step_log import StepLog
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.lightning_internals import optimizer_steps
+from lightning_struct.utilities.lightning_internals import logs_now, optimizer_steps
 from lightning_struct.utilities.namespaces import MisconfigurationException
+
+LOGGED = ("batch_size", "batch_size_predicted", "gradient_variance", "gradient_noise_scale", "learning_rate_scale")
 
 
 class Fit:
@@ -26,15 +32,15 @@ class Fit:
     Args:
         trainer: in ``Callback.setup``.
         batch_size: the samples of a step to begin with, if they are not those of the loaders.
-        before: state of the parts of a fit that this one continues; its averages and its rate are gone on with.
+        before: state of the parts of a fit that this one continues, with its averages and its learning rate.
         mode: see :class:`~lightning_struct.callbacks.GrowingBatchSize`, as ``max_device_batch_size`` and ``scale_lr``.
 
     Attributes:
         growth: the way to change the samples of a step.
         clock: of the schedulers.
-        log: of the steps.
-        rate: that follows the batch; None where it does not.
-        told: whether it has been said what was chosen.
+        values: by names of ``LOGGED``: what is new since loggers wrote, as logging takes longer than checking.
+        rate: that follows the batch; None if it does not.
+        is_described: whether the line that says what was chosen has been printed.
         batch: the one under way, with its number; None between two, and in an epoch that trains nothing.
         batch_ended: whether that was counted already, for a checkpoint that a callback before this one saves.
         stepped: whether an optimizer stepped in it.
@@ -60,12 +66,16 @@ class Fit:
         else:
             instead = self._accumulate_instead if mode == "auto" else None
             self.growth = LoaderGrowth(trainer, batch_size, max_device_batch_size, instead)
-        self.clock, self.log = SchedulerClock(trainer), StepLog()
+        self.clock, self.values = SchedulerClock(trainer), dict[str, float]()
         self.rate = None if scale_lr is None else LearningRateScale(scale_lr)
-        self.told = False
+        self.is_described = False
+        self._to_log: tuple[str, ...] | None = None  # what the module does not log itself, from the first step on
         self._measurement: Measurement | None = None
-        self._raw_steps: RawSteps | None = None
-        # what was loaded, until it is taken: a growth's may be gone on with by another growth
+        # Trainer.global_step does not count the steps of self.optimizers(use_pl_optimizer=False), which a module may
+        # take under manual optimization: this hook sees them
+        self._handle: RemovableHandle | None = None
+        self._stepped_by_hand = False
+        # what was loaded, until it is used: the state of one way of growth may be continued by the other
         self._loaded_growth: State | None = None
         self._loaded_measurement: State | None = (before or {}).get("measurement")
         self._resumes = False
@@ -83,7 +93,9 @@ class Fit:
 
     def begin(self, measurement: Measurement) -> None:
         """Begin to measure, in ``Callback.on_fit_start``."""
-        self._measurement, self._raw_steps = measurement, RawSteps(self.trainer)
+        self._measurement = measurement
+        if not self.trainer.lightning_module.automatic_optimization:
+            self._handle = register_optimizer_step_post_hook(self._note_step)
         if self._loaded_measurement is not None:
             load = measurement.load_state_dict if self._resumes else measurement.load_averages
             load(self._loaded_measurement)
@@ -111,13 +123,25 @@ class Fit:
 
     def end_batch(self, batch: Any, batch_idx: int) -> int:
         """Count a batch that was trained on; returns its samples, over all processes."""
-        assert self._raw_steps is not None
         self.batch_ended, steps = True, self._steps()
         samples = self.measurement.end_batch(batch)
-        self.stepped = self._raw_steps.end_batch() or steps != self._steps_before
-        self._steps_before = steps
+        self.stepped = self._stepped_by_hand or steps != self._steps_before
+        self._steps_before, self._stepped_by_hand = steps, False
         self.clock.end_batch(batch_idx, self.growth, self.stepped)
         return samples
+
+    def log(self) -> None:
+        """Log the values that are new, after the first step and when loggers write."""
+        trainer = self.trainer
+        if trainer.barebones or not (self._to_log is None or logs_now(trainer)):
+            return
+        if self._to_log is None:
+            self._to_log = tuple(name for name in LOGGED if name not in trainer.callback_metrics)
+        for name in self._to_log:
+            if name in self.values:
+                batch_size = int(self.values["batch_size"])
+                trainer.lightning_module.log(name, self.values[name], batch_size=batch_size)
+        self.values = {}
 
     def set_batch_size(self, batch_size: float) -> None:
         """Set the samples of the next steps."""
@@ -137,9 +161,9 @@ class Fit:
         """
         state = self.state_dict(keep_growth)
         if self._measurement is not None:
-            self._measurement.end()
-        if self._raw_steps is not None:
-            self._raw_steps.detach()
+            self._measurement.pause()
+        if self._handle is not None:
+            self._handle.remove()
         if self.rate is not None:
             self.rate.detach()
         self.clock.detach()
@@ -171,20 +195,23 @@ class Fit:
         if self.rate is not None and state["learning_rate"] is not None:
             self.rate.load_state_dict(state["learning_rate"])
 
+    def _note_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._stepped_by_hand = self._stepped_by_hand or optimizer in self.trainer.optimizers
+
     def _steps(self) -> int:
         return optimizer_steps(self.trainer, self.trainer.lightning_module)
 
     def _accumulate_instead(self, problem: str, remedy: str) -> None:
-        """Go on by accumulation where the batches of a loader cannot change size."""
-        told = f"The size of batches cannot be changed in {problem}."
+        """Continue by accumulation, as the batches of a loader cannot change size."""
+        refused = f"The size of batches cannot be changed in {problem}."
         try:
             check_accumulation(self.trainer, "mode='auto'", remedy)
         except MisconfigurationException as error:
-            raise MisconfigurationException(f"{told} {error}") from None
+            raise MisconfigurationException(f"{refused} {error}") from None
         self.growth = AccumulationGrowth(self.trainer, self._batch_size)
         if self._loaded_growth is not None:
             self.growth.load_state_dict(self._loaded_growth)
         rank_zero_warn(
-            f"{told} GrowingBatchSize accumulates gradients over more of them instead; mode='accumulate' says that "
+            f"{refused} GrowingBatchSize accumulates gradients over more of them instead; mode='accumulate' says that "
             f"this is meant. For larger batches, {remedy}"
         )

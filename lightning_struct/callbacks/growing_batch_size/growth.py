@@ -1,56 +1,316 @@
-"""The interface of the ways to change the samples of an optimizer step."""
+"""The ways to change the samples of an optimizer step: their interface, and the accumulation of more batches.
 
-from typing import Any, Protocol
+The other way, larger batches, is in ``loader_growth``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_struct.data.resizable import rounded_size
+from lightning_struct.functional.torch_tools import tree_leaves
+from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.checks import known_length
+from lightning_struct.utilities.distributed import data_parallel_size
+from lightning_struct.utilities.lightning_internals import cycles
+from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
 
 State = dict[str, Any]
 
 
-class BatchGrowth(Protocol):
+class BatchGrowth:
     """A way to set the samples of an optimizer step, over all processes, loaders and accumulated batches together.
 
     Methods whose names begin with ``on_train_`` are called from the callback hooks of the same names.
+
+    Args:
+        trainer: in ``Callback.setup``.
+        batch_size: the samples of a step to begin with, if they are not those of the loaders.
     """
+
+    def __init__(self, trainer: L.Trainer, batch_size: float | None) -> None:
+        self._trainer, self._decided = trainer, batch_size
+        self._first_accumulated = self._accumulated = trainer.accumulate_grad_batches
 
     @property
     def batch_size(self) -> float:
         """Samples of the next step, as decided. It gets a whole number near that, the same on all processes."""
+        return self._present if self._decided is None else self._decided
+
+    @property
+    def _present(self) -> int:
+        """Samples of the next step, if none are decided."""
+        raise NotImplementedError
 
     @property
     def dataset_size(self) -> int | None:
         """Samples of an epoch; None for a stream."""
+        raise NotImplementedError
 
     @property
     def first_length(self) -> float:
         """Batches of an epoch of this process at their first size; infinite for a stream."""
+        raise NotImplementedError
 
     @property
     def relative_size(self) -> float | None:
-        """Size of the batch under way over the first size; None where an epoch is a number of batches."""
+        """Size of the batch under way over the first size; None if an epoch is a number of batches."""
+        raise NotImplementedError
 
     def expected_sizes(self) -> list[int]:
         """Samples that this process reads of each loader for the batch under way; empty if that is not known."""
+        raise NotImplementedError
 
     def set_batch_size(self, batch_size: float) -> None:
         """Set the samples of the next steps; they change as soon as they can, which may be some batches later."""
+        raise NotImplementedError
 
     def on_step(self, samples: int) -> None:
         """Take note of an optimizer step on so many samples."""
 
-    def on_train_start(self) -> None: ...
+    def on_train_start(self) -> None:
+        """Begin with the first batch."""
 
-    def on_train_epoch_start(self) -> None: ...
+    def on_train_epoch_start(self) -> None:
+        """Begin with an epoch."""
 
-    def on_train_batch_start(self) -> None: ...
+    def on_train_batch_start(self) -> None:
+        """Begin with a batch that is trained on."""
 
-    def on_train_batch_end(self) -> None: ...
+    def on_train_batch_end(self) -> None:
+        """Change what can be changed between two batches."""
 
-    def on_train_epoch_end(self) -> None: ...
+    def on_train_epoch_end(self) -> None:
+        """End an epoch."""
 
     def state_dict(self) -> State:
         """State that a resumed run needs; a collective call of all processes."""
+        raise NotImplementedError
 
     def load_state_dict(self, state: State) -> None:
         """Continue the run that saved the state; call it before Lightning prepares the loaders."""
+        raise NotImplementedError
 
     def restore(self) -> None:
         """Undo what was changed in the Trainer."""
+        raise NotImplementedError
+
+
+def accumulated_batches(samples: float, limit: float, least: int, present: int, batches_done: int) -> int:
+    """Number of batches that make an optimizer step of so many samples in batches of at most ``limit``.
+
+    Lightning divides the loss by this number, and steps wherever it divides the number of batches of the epoch: from
+    ``batches_done`` on it can become a divisor of that only. The fewest batches that are enough are taken, up to twice
+    those needed; else the most that are not enough, until more batches are done.
+
+    Args:
+        samples: of a step, in this process.
+        limit: samples of a batch, at most.
+        least: number of batches that are accumulated in any case, where the epoch begins.
+        present: number that is accumulated now, a divisor of ``batches_done``.
+        batches_done: of this epoch, when the step begins.
+
+    Example:
+        >>> [accumulated_batches(100, limit=32, least=1, present=1, batches_done=done) for done in (0, 7, 8, 10)]
+        [4, 7, 4, 5]
+    """
+    needed = max(least, math.ceil(samples / limit - 1e-9))
+    enough = range(needed, max(2 * needed, present + 1))
+    return next(k for k in (*enough, *range(needed - 1, 0, -1)) if batches_done % k == 0)
+
+
+def is_scheduled(trainer: L.Trainer) -> bool:
+    """Whether a ``GradientAccumulationScheduler`` sets the accumulation in each epoch."""
+    return any(scheduler.going_to_accumulate_grad_batches() for scheduler in _schedulers(trainer))
+
+
+def accumulate_as_scheduled(trainer: L.Trainer) -> None:
+    """Set what a ``GradientAccumulationScheduler`` sets in this epoch, before it does so itself."""
+    for scheduler in _schedulers(trainer):
+        trainer.accumulate_grad_batches = scheduler.get_accumulate_grad_batches(trainer.current_epoch)
+
+
+def _schedulers(trainer: L.Trainer) -> list[Any]:
+    scheduling = lightning_classes("callbacks.GradientAccumulationScheduler")
+    return [callback for callback in trainer.callbacks if isinstance(callback, scheduling)]  # type: ignore[attr-defined]
+
+
+def check_accumulation(trainer: L.Trainer, argument: str, remedy: str) -> None:
+    """Raise where the accumulation cannot be changed during training.
+
+    Args:
+        trainer: in ``Callback.setup``.
+        argument: of GrowingBatchSize, which asks for it.
+        remedy: under manual optimization.
+
+    Raises:
+        MisconfigurationException: manual optimization, a strategy that accumulates by itself, or another callback that
+            schedules the accumulation.
+    """
+    module = type(trainer.lightning_module).__name__
+    if not trainer.lightning_module.automatic_optimization:
+        raise MisconfigurationException(
+            f"GrowingBatchSize({argument}) accumulates gradients over batches, which under manual optimization "
+            f"{module}.training_step does itself: {remedy}"
+        )
+    if trainer.strategy.handles_gradient_accumulation:
+        raise MisconfigurationException(
+            f"GrowingBatchSize({argument}) changes how many batches are accumulated, which "
+            f"{type(trainer.strategy).__name__} sets once for the whole training: {remedy}"
+        )
+    if is_scheduled(trainer):
+        raise MisconfigurationException(
+            f"GrowingBatchSize({argument}) and GradientAccumulationScheduler both set accumulate_grad_batches: "
+            "leave one of them out"
+        )
+
+
+def size_of_batch(place: int, samples: int, size: int, drops_last: bool, begins_again: bool) -> int:
+    """Samples that a loader of so many, in batches of one size, gives as its batch at ``place``; 0 after its end.
+
+    Example:
+        >>> [size_of_batch(place, 10, 4, drops_last=False, begins_again=False) for place in range(5)]
+        [4, 4, 2, 0, 0]
+        >>> [size_of_batch(place, 10, 4, drops_last=True, begins_again=True) for place in range(5)]
+        [4, 4, 4, 4, 4]
+    """
+    batches = samples // size if drops_last else math.ceil(samples / size)
+    if begins_again and batches:
+        place %= batches
+    return min(samples - place * size, size) if place < batches else 0
+
+
+class AccumulationGrowth(BatchGrowth):
+    """Lets the effective batch grow by accumulating more batches for each step; the loaders stay as they are.
+
+    The number of accumulated batches changes only where a step has been taken and as many batches of the epoch are done
+    as the new number divides: elsewhere Lightning would scale the gradient of a window by the wrong number. Of the
+    numbers up to the one decided, the largest that divides is taken; at the start of an epoch any does.
+
+    Args:
+        trainer: in ``Callback.setup``.
+        batch_size: the samples of a step to begin with, if they are not those of the loaders.
+
+    Raises:
+        MisconfigurationException: see :func:`check_accumulation`.
+    """
+
+    def __init__(self, trainer: L.Trainer, batch_size: float | None = None) -> None:
+        check_accumulation(trainer, "mode='accumulate'", "use mode='batch'")
+        super().__init__(trainer, batch_size)  # _accumulated is set at the start: before, its steps may be asked for
+        self._samples_of_batch: int | None = None
+        self._told = False
+
+    @property
+    def _present(self) -> int:
+        return self._trainer.accumulate_grad_batches * (self._samples_of_batch or 1)
+
+    @property
+    def dataset_size(self) -> int | None:
+        sizes = [known_length(getattr(loader, "dataset", None)) for loader in self._loaders()]
+        if None not in sizes:
+            return sum(size for size in sizes if size is not None)
+        batches = self._trainer.num_training_batches
+        return None if batches == math.inf else int(batches) * (self._samples_of_batch or 1)
+
+    @property
+    def first_length(self) -> float:
+        return self._trainer.num_training_batches
+
+    @property
+    def relative_size(self) -> float | None:
+        return 1.0
+
+    def expected_sizes(self) -> list[int]:
+        sizes: list[int] = []
+        loaders = self._loaders()
+        begins_again = len(loaders) > 1 and cycles(self._trainer)
+        for loader in loaders:
+            size, samples = getattr(loader, "batch_size", None), known_length(getattr(loader, "sampler", None))
+            if samples is None and getattr(loader, "num_workers", 0) < 2:  # of several, each ends with a smaller batch
+                samples = known_length(getattr(loader, "dataset", None))  # a stream's
+            if samples is None and len(loaders) == 1 and self._trainer.is_last_batch:
+                return []  # the last batch of a stream may be smaller
+            if not isinstance(size, int):
+                continue
+            if samples is None:
+                sizes.append(size)
+            else:
+                drops_last = getattr(loader, "drop_last", False)
+                of_batch = size_of_batch(self._trainer.fit_loop.batch_idx, samples, size, drops_last, begins_again)
+                if of_batch or len(loaders) == 1:  # one alone is not at its end: its length is wrong
+                    sizes.append(of_batch or size)
+        return sizes
+
+    def on_step(self, samples: int) -> None:
+        # the last step of an epoch may have fewer batches, and its last batch fewer samples
+        self._samples_of_batch = max(self._samples_of_batch or 1, samples // self._trainer.accumulate_grad_batches)
+
+    def set_batch_size(self, batch_size: float) -> None:
+        self._decided = batch_size
+        self._tell_if_too_small()
+
+    def on_train_start(self) -> None:
+        self._trainer.accumulate_grad_batches = self._accumulated
+        self._change(self._trainer.fit_loop.batch_idx + 1)  # the size may have been replaced since
+
+    def on_train_batch_start(self) -> None:
+        if self._trainer.fit_loop.batch_idx == 0:
+            if self._samples_of_batch is None:
+                self._samples_of_batch = sum(self.expected_sizes()) * data_parallel_size(self._trainer) or None
+                self._tell_if_too_small()
+            # a run that is resumed at the end of an epoch is not told that the next one starts
+            self._trainer.accumulate_grad_batches = self._wanted
+
+    def on_train_batch_end(self) -> None:
+        self._change(self._trainer.fit_loop.batch_idx + 1)
+
+    def state_dict(self) -> State:
+        accumulated = self._trainer.accumulate_grad_batches
+        return {"decided": self._decided, "accumulated": accumulated, "samples_of_batch": self._samples_of_batch}
+
+    def load_state_dict(self, state: State) -> None:
+        self._decided = state["decided"]
+        if "samples_of_batch" in state:  # else it is that of LoaderGrowth
+            self._samples_of_batch, self._accumulated = state["samples_of_batch"], state["accumulated"]
+        elif any(of["delivered"] and len(of["sizes"]) > 1 for mine in state.get("positions", ()) for of in mine if of):
+            rank_zero_warn(
+                "The checkpoint was written in the middle of an epoch whose batches GrowingBatchSize had enlarged. Now "
+                "it accumulates gradients over batches of the DataLoader's own size. Lightning counts as many of them "
+                "as done, but reads the epoch from its beginning: some samples are trained on again, and others not. "
+                "Resume with mode='batch', or from the end of an epoch"
+            )
+
+    def restore(self) -> None:
+        self._trainer.accumulate_grad_batches = self._first_accumulated
+
+    def _change(self, done: int) -> None:
+        """Set the number of accumulated batches, where a step has been taken after so many batches of the epoch."""
+        if done % self._trainer.accumulate_grad_batches == 0:
+            self._trainer.accumulate_grad_batches = next(k for k in range(self._wanted, 0, -1) if done % k == 0)
+
+    @property
+    def _wanted(self) -> int:
+        if self._decided is None or self._samples_of_batch is None:
+            return self._trainer.accumulate_grad_batches
+        return rounded_size(self._decided / self._samples_of_batch)
+
+    def _tell_if_too_small(self) -> None:
+        """Warn once that a size was decided which is that of no batch."""
+        if self._decided is None or self._samples_of_batch is None or self._told:
+            return
+        if rounded_size(self._decided) < self._samples_of_batch:
+            self._told = True
+            rank_zero_warn(
+                f"GrowingBatchSize is to make steps of {self._decided:g} samples, and accumulates gradients over whole "
+                f"batches, of which each has {self._samples_of_batch}: the steps are on one batch. For smaller ones, "
+                "give the DataLoader a smaller batch_size"
+            )
+
+    def _loaders(self) -> list[Any]:
+        loaders: Any = self._trainer.train_dataloader
+        is_combined = isinstance(loaders, lightning_classes("utilities.CombinedLoader"))
+        return loaders.flattened if is_combined else tree_leaves(loaders)

@@ -8,13 +8,14 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_struct.callbacks.growing_batch_size.accumulation import (
+from lightning_struct.callbacks.growing_batch_size.growing_loaders import GrowingDraws, GrowingLoader
+from lightning_struct.callbacks.growing_batch_size.growth import (
+    BatchGrowth,
+    State,
     accumulate_as_scheduled,
     accumulated_batches,
     check_accumulation,
 )
-from lightning_struct.callbacks.growing_batch_size.growing_loaders import GrowingDraws, GrowingLoader
-from lightning_struct.callbacks.growing_batch_size.growth import State
 from lightning_struct.collective import all_gather_objects
 from lightning_struct.data.resizable import why_not_resizable
 from lightning_struct.data.sampling import IndependentDraws
@@ -24,7 +25,7 @@ from lightning_struct.utilities.lightning_internals import TrainingLoaders, skip
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
-class LoaderGrowth:
+class LoaderGrowth(BatchGrowth):
     """Lets the batches of the training loaders grow, within the running epoch.
 
     Several loaders grow in proportion. What Lightning derives from their lengths is kept true: the batches of the
@@ -57,9 +58,8 @@ class LoaderGrowth:
         max_device_batch_size: int | None = None,
         on_refusal: Callable[[str, str], None] | None = None,
     ) -> None:
-        self._trainer, self._decided, self._device_limit = trainer, batch_size, max_device_batch_size
-        self._on_refusal = on_refusal
-        self._first_accumulated = self._accumulated = trainer.accumulate_grad_batches
+        super().__init__(trainer, batch_size)
+        self._device_limit, self._on_refusal = max_device_batch_size, on_refusal
         # numbers of batches before which the accumulation changes, and to what
         self._changes: list[list[int]] = []
         self._asked_for: tuple[int, float, int] | None = None
@@ -81,10 +81,6 @@ class LoaderGrowth:
         self._trainer_loaders = TrainingLoaders(trainer, self._prepare, self._prepared)
 
     @property
-    def batch_size(self) -> float:
-        return self._present if self._decided is None else self._decided
-
-    @property
     def dataset_size(self) -> int | None:
         samples = 0
         for loader in self._loaders:
@@ -100,16 +96,14 @@ class LoaderGrowth:
     @property
     def relative_size(self) -> float | None:
         loader = self._loaders[self._main]
-        read = loader.sizes_read(self._trainer_loaders.ahead)
+        read = loader.last_sizes(self._trainer_loaders.ahead)
         if self._limits_batches or not read:
             return None
-        return read[0] * data_parallel_size(self._trainer) / loader.first_batch_size
+        return read[0] * data_parallel_size(self._trainer) / loader.first_size
 
     def expected_sizes(self) -> list[int]:
         ahead, done = self._trainer_loaders.ahead, self._trainer.fit_loop.batch_idx + 1
-        return [size for loader in self._loaders for size in loader.sizes_read(self._beyond(loader, done, ahead))]
-
-    def on_step(self, samples: int) -> None: ...
+        return [size for loader in self._loaders for size in loader.last_sizes(self._beyond(loader, done, ahead))]
 
     def set_batch_size(self, batch_size: float) -> None:
         self._decided = batch_size
@@ -187,8 +181,7 @@ class LoaderGrowth:
         self._decided = state["decided"]
         if "positions" not in state:  # that of AccumulationGrowth
             return
-        accumulated = self._first_accumulated  # version 0.2 saved no accumulation, which did not change then
-        self._state = {"accumulated": [accumulated, accumulated], "changes": [], **state}
+        self._state = state
 
     def restore(self) -> None:
         if self._device_limit is not None:
@@ -203,7 +196,7 @@ class LoaderGrowth:
 
     @property
     def _present(self) -> int:
-        return self._trainer.accumulate_grad_batches * sum(loader.batch_size for loader in self._loaders)
+        return self._trainer.accumulate_grad_batches * sum(loader.size for loader in self._loaders)
 
     def _beyond(self, loader: GrowingLoader | GrowingDraws, batches: int, ahead: int) -> int:
         """Batches read of a loader beyond so many of the epoch: ``ahead``, but fewer of one that is at its end.
@@ -255,8 +248,8 @@ class LoaderGrowth:
         self._nominal_interval = self._trainer.val_check_batch
         self._main = self._loader_that_ends_the_epoch()
         for loader in self._loaders:
-            loader.end_preparation()
-        first = sum(loader.first_batch_size for loader in self._loaders) // data_parallel_size(self._trainer)
+            loader.nominal = False
+        first = sum(loader.first_size for loader in self._loaders) // data_parallel_size(self._trainer)
         if self._device_limit is not None and first > self._device_limit and self._decided is None:
             raise MisconfigurationException(
                 f"Batches of {first} on one device are larger than GrowingBatchSize(max_device_batch_size="
@@ -281,7 +274,7 @@ class LoaderGrowth:
         if state is not None and any(isinstance(loader, GrowingLoader) for loader in self._loaders):
             self._trainer_loaders.iterate_anew()  # workers may have been asked for batches, of another epoch's order
         self._set_limits()
-        if state is not None and (state["epoch_done"] or any(loader.resumes for loader in self._loaders)):
+        if state is not None and (state["epoch_done"] or any(loader.delivered for loader in self._loaders)):
             self._trainer.val_check_batch = state["val_check_batch"]
         if state is not None and state["epoch_done"]:
             self._epoch_done = self._trainer_loaders.length = state["epoch_done"]
@@ -310,9 +303,10 @@ class LoaderGrowth:
         sizes = [loader.first_sizes(position) for loader, position in zip(self._loaders, mine, strict=True)]
         of_loaders = any(before != now for before, now in sizes)
         for loader, position in zip(self._loaders, mine, strict=True):
-            loader.resume(position, keeps_sizes and not of_loaders)
+            if position is not None:
+                loader.resume(position, keeps_sizes and not of_loaders)
             if of_loaders and self._decided is None:
-                loader.set_batch_size(loader.first_batch_size)
+                loader.set_size(loader.first_size)
         if of_loaders:
             self._tell_sizes(*zip(*sizes, strict=True))
         self._asked_for = None
@@ -328,7 +322,7 @@ class LoaderGrowth:
         return self._decided != state["decided"] or not self._has_limit_of(state)
 
     def _has_limit_of(self, state: State) -> bool:
-        return self._device_limit == state.get("device_limit", self._device_limit)  # none in version 0.2
+        return self._device_limit == state["device_limit"]
 
     def _pass_over(self, batches: int) -> None:
         """Begin after the batches of this epoch that were trained on by a run that kept no position."""
@@ -392,11 +386,11 @@ class LoaderGrowth:
             return False
         self._asked_for = asked_for
         batch_size = min(self._decided / accumulated, most)
-        first = sum(loader.first_batch_size for loader in self._loaders)
+        first = sum(loader.first_size for loader in self._loaders)
         for loader in self._loaders:
-            share = loader.first_batch_size / first
+            share = loader.first_size / first
             in_turn = 1 if self._device_limit is None else accumulated
-            loader.set_batch_size(batch_size * share, most * share, in_turn)
+            loader.set_size(batch_size * share, most * share, in_turn)
         self._tell_of_merging()
         return True
 
@@ -422,7 +416,7 @@ class LoaderGrowth:
     def _set_limits(self) -> None:
         most = self._trainer.limit_train_batches if self._limits_batches else math.inf
         self._trainer_loaders.limits = [
-            nominal if loader.length is None else min(loader.length, most)
+            nominal if loader.batches is None else min(loader.batches, most)
             for loader, nominal in zip(self._loaders, self._nominal_limits, strict=True)
         ]
         self._replans = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -16,16 +15,14 @@ from torch.optim import Optimizer
 from lightning_struct.callbacks.growing_batch_size.estimators import (
     GradientEstimator,
     GradientNotFinite,
+    NoiseEstimator,
     Unmeasurable,
     choose_estimator,
     samples_in,
 )
-from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, relative_variance
-from lightning_struct.callbacks.growing_batch_size.loss_growth import LossGrowth
-from lightning_struct.callbacks.growing_batch_size.noise_scale import NoiseScale
-from lightning_struct.callbacks.growing_batch_size.settings import NoiseEstimator
-from lightning_struct.callbacks.growing_batch_size.stationarity import StationarityTest
-from lightning_struct.collective import rank, world_size
+from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics, NoiseScale, relative_variance
+from lightning_struct.callbacks.growing_batch_size.stationarity import LossGrowth, StationarityTest
+from lightning_struct.collective import world_size
 from lightning_struct.functional.checks import first_line
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.distributed import data_parallel_size
@@ -217,18 +214,6 @@ class Measurement:
         if self._estimator is not None:
             self._estimator.pause()
 
-    def end(self) -> None:
-        """Remove all hooks, at the end of a fit, and tell of errors that the processes were to be told of later."""
-        self.pause()
-        faults = [test.faults for test in self._tests.values()]
-        if self._estimator is not None:
-            faults.append(self._estimator.faults)
-        for fault in filter(None, [of.take() for of in faults]):
-            warnings.warn(
-                f"Process {rank()}: the last steps of the fit could not be measured by GrowingBatchSize ({fault})",
-                stacklevel=2,
-            )
-
     def state_dict(self) -> dict[str, Any]:
         estimator = self._estimator
         return {
@@ -248,12 +233,12 @@ class Measurement:
         self.load_averages(state)
         for test, of_test in zip(self._stationarity, state["stationarity"] or (), strict=False):
             test.load_state_dict(of_test)
-        if state.get("loss_growth") is not None:
+        if state["loss_growth"] is not None:
             self._loss_growth.load_state_dict(state["loss_growth"])
-        self._sees_steps, self._expected = state.get("sees_steps", False), state.get("expected", 0)
+        self._sees_steps, self._expected = state["sees_steps"], state["expected"]
         if self._estimator is None:
             return
-        if state.get("gave_up", False) and self._asked.kind == state["asked"]:
+        if state["gave_up"] and self._asked.kind == state["asked"]:
             self._estimator, self._gave_up = None, True
             return
         went_on_by_steps = state["estimator"] == "steps" and self._estimator.name != "steps"
@@ -264,7 +249,7 @@ class Measurement:
 
     def load_averages(self, state: dict[str, Any]) -> None:
         """Load the averages alone, for another fit, and whether the loss has grown with the batch."""
-        self._loss_grew_with_batch = state.get("loss_grew_with_batch", False)
+        self._loss_grew_with_batch = state["loss_grew_with_batch"]
         self.noise = {}
         for number, of_optimizer in state["noise"].items():
             self.noise[number] = NoiseScale()

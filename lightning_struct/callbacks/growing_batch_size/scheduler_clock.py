@@ -9,8 +9,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_struct.callbacks.growing_batch_size.accumulation import is_scheduled
-from lightning_struct.callbacks.growing_batch_size.growth import BatchGrowth, State
+from lightning_struct.callbacks.growing_batch_size.growth import BatchGrowth, State, is_scheduled
 from lightning_struct.utilities import namespaces as L
 
 TOLERANCE = 1e-9  # of sums of fractions of a batch

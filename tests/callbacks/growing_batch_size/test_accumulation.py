@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_struct import GrowingBatchSize, ValidationRule
-from lightning_struct.callbacks.growing_batch_size.accumulation import accumulated_batches
+from lightning_struct.callbacks.growing_batch_size.growth import accumulated_batches
 from tests.callbacks.growing_batch_size.projects import SizedStream, Stream
 from tests.callbacks.growing_batch_size.readers import (
     WARNINGS_OF_READERS,

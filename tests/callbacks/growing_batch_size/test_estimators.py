@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_struct import GrowingBatchSize, ValidationRule
-from lightning_struct.callbacks.growing_batch_size.gradient_statistics import statistics_of_pair, statistics_of_parts
+from lightning_struct.callbacks.growing_batch_size.noise import statistics_of_pair, statistics_of_parts
 from tests.callbacks.growing_batch_size.projects import GAN, PROJECTS, Regressor, arguments, regression, seed
 from tests.mixins.helpers import make_trainer, weights
 

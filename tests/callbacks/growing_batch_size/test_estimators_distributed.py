@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_struct import GrowingBatchSize, NoiseEstimator, ValidationRule
 from lightning_struct.callbacks.growing_batch_size.estimators import layers, parts, steps
-from lightning_struct.callbacks.growing_batch_size.gradient_statistics import statistics_of_parts
+from lightning_struct.callbacks.growing_batch_size.noise import statistics_of_parts
 from tests.callbacks.growing_batch_size.projects import regression
 from tests.processes import START_METHOD, _EndingLauncher, two_processes
 
@@ -240,8 +240,7 @@ class Compiled(Network):
         super().configure_model()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("estimator", ["steps", "parts"])
+@pytest.mark.parametrize(("estimator", "processes"), [("steps", 1), ("parts", 2)])
 def test_a_compiled_network_is_measured_as_any_other(tmp_path, estimator, processes):
     def measured(network):
         options = {"devices": 1} if processes == 1 else two_processes()

@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from lightning_struct import GradientStatistics, GrowingBatchSize, NoiseEstimator, ValidationRule
-from lightning_struct.callbacks.growing_batch_size import stationarity
 from lightning_struct.callbacks.growing_batch_size.estimators import samples_in
 from lightning_struct.callbacks.growing_batch_size.estimators.layers import SampleGradients
 from lightning_struct.callbacks.growing_batch_size.estimators.steps import StepPairs
@@ -250,15 +249,6 @@ def test_where_nothing_can_be_measured_the_size_stays(tmp_path, monkeypatch, met
     with pytest.warns(UserWarning, match=r"estimator='steps'\) fails .OSError: unforeseen.*schedule="):
         trainer_for(tmp_path, callback).fit(module, DataLoader(regression(), batch_size=4))
     assert set(module.sizes) == {4} and callback.records == []
-
-
-def test_an_error_after_the_last_measurement_is_told_of_at_the_end_of_the_fit(tmp_path, monkeypatch):
-    def fail(parameter):
-        raise OSError("unforeseen")
-
-    monkeypatch.setattr(stationarity, "local", fail)
-    with pytest.warns(UserWarning, match=r"Process 0: the last steps .* by GrowingBatchSize \(OSError: unforeseen\)"):
-        trainer_for(tmp_path, growing(theta=None)).fit(Regressor(), DataLoader(regression(), batch_size=4))
 
 
 class Partitioned(torch.optim.SGD):

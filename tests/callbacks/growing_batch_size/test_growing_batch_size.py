@@ -290,7 +290,7 @@ def test_records_tell_of_each_check(tmp_path):
 
 
 def test_records_of_a_long_run_are_thinned_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_struct.callbacks.growing_batch_size.records.MOST_RECORDS", 8)
+    monkeypatch.setattr("lightning_struct.callbacks.growing_batch_size.callback.MOST_RECORDS", 8)
     callback = GrowingBatchSize()
     fit(tmp_path, ScriptedNetwork(), callback, draw_loader(10, draws=12))
     samples = [record["samples"] for record in callback.records]

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_struct.callbacks.growing_batch_size.loss_growth import AVERAGED, LossGrowth
+from lightning_struct.callbacks.growing_batch_size.stationarity import AVERAGED, LossGrowth
 
 
 def after_growth(before, after, *, sizes=(8, 16), summed=False, seed=0):

@@ -5,8 +5,7 @@ import math
 import pytest
 
 from lightning_struct.callbacks.growing_batch_size import GradientStatistics
-from lightning_struct.callbacks.growing_batch_size.gradient_statistics import relative_variance
-from lightning_struct.callbacks.growing_batch_size.noise_scale import NoiseScale
+from lightning_struct.callbacks.growing_batch_size.noise import NoiseScale, relative_variance
 
 
 def measured(variance, squared_norm, batch_size=8):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_struct import GrowingBatchSize, NoiseEstimator
+from lightning_struct import GrowingBatchSize
 from tests.callbacks.growing_batch_size.projects import arguments, regression
 from tests.mixins.helpers import make_trainer
 
@@ -202,19 +202,3 @@ def test_the_last_batch_of_a_stream_has_no_more_samples_than_those_before(tmp_pa
         growing={"mode": "accumulate", "theta": float("inf")},
     )
     assert whole[-1]["samples"] == 12 and resumed == whole
-
-
-def test_a_checkpoint_from_before_all_this_was_saved_is_gone_on_with(tmp_path):
-    callback = GrowingBatchSize(estimator=NoiseEstimator("layers", every_n_steps=1))
-    trainer = make_trainer(tmp_path, callbacks=[callback, Saves(tmp_path, 4)], max_epochs=1)
-    trainer.fit(Penalised(batch=None), DataLoader(regression(), batch_size=4))
-    checkpoint = torch.load(tmp_path / "4.ckpt", weights_only=True)
-    measurement = checkpoint["callbacks"]["GrowingBatchSize"]["measurement"]
-    for name in ("gave_up", "sees_steps", "expected"):
-        del measurement[name]
-    measurement["state"] = {}
-    torch.save(checkpoint, tmp_path / "old.ckpt")
-    again = GrowingBatchSize(estimator=NoiseEstimator("layers", every_n_steps=1))
-    trainer = make_trainer(tmp_path, callbacks=[again], max_epochs=1)
-    trainer.fit(Penalised(batch=None), DataLoader(regression(), batch_size=4), ckpt_path=tmp_path / "old.ckpt")
-    assert again.records == callback.records

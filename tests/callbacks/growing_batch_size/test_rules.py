@@ -2,7 +2,7 @@
 
 import math
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_struct.callbacks.growing_batch_size import GradientStatistics, ValidationRule, next_batch_size
@@ -11,6 +11,7 @@ from lightning_struct.functional import required_batch_size
 
 SIZES = st.integers(1, 10_000)
 VALUES = st.floats(-1e6, 1e6)
+few = settings(max_examples=40)
 
 
 def test_the_batch_grows_to_the_mean_of_the_last_predictions():
@@ -81,18 +82,21 @@ def test_growth_by_validation_is_cut_at_the_limit():
     assert next_batch_size(200, [1] * 6, [1.0] * 6, max_batch_size=210, validation=ValidationRule(growth=1.5)) == 210
 
 
+@few
 @given(SIZES, st.lists(SIZES, max_size=8), st.lists(VALUES, max_size=8), SIZES, st.integers(1, 6))
 def test_the_size_never_falls_nor_passes_the_limit(size, predictions, values, limit, window):
     decided = next_batch_size(size, predictions, values, max_batch_size=limit, validation=ValidationRule(window=window))
     assert size <= decided <= max(size, limit)
 
 
+@few
 @given(SIZES, st.lists(SIZES, min_size=6, max_size=6), st.lists(VALUES, max_size=8), SIZES)
 def test_larger_predictions_never_give_a_smaller_batch(size, predictions, values, more):
     large = next_batch_size(size, [p + more for p in predictions], [], max_batch_size=100_000)
     assert large >= next_batch_size(size, predictions, [], max_batch_size=100_000)
 
 
+@few
 @given(SIZES, st.lists(SIZES, min_size=6, max_size=6), st.lists(VALUES, min_size=6, max_size=6), SIZES)
 def test_algorithm_1_to_the_letter_but_for_the_fraction_that_is_kept(size, predictions, values, limit):
     average = math.ceil(sum(predictions[1:]) / 5)

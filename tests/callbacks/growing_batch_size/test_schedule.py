@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_struct import GrowingBatchSize, ValidationRule
-from lightning_struct.callbacks.growing_batch_size.schedule import SampleSchedule
+from lightning_struct.callbacks.growing_batch_size.rules import SampleSchedule
 from tests.callbacks.growing_batch_size.projects import Stream
 from tests.callbacks.growing_batch_size.readers import WARNINGS_OF_READERS, Windows, checkpoints, fit, loader
 

@@ -3,13 +3,17 @@
 It is bounded by counting, and not by a clock: two runs with one seed must measure at the same steps.
 """
 
+from __future__ import annotations
+
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_struct.callbacks.growing_batch_size.estimators.common import GradientEstimator
 from lightning_struct.functional.torch_tools import numbers_of_outputs
+from lightning_struct.utilities import namespaces as L
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -102,3 +106,33 @@ class Cadence:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._counts = dict(state)
+
+
+class PlannedEstimator(GradientEstimator):
+    """An estimator that plans its measurements by a :class:`Cadence`.
+
+    Args:
+        trainer: in fit.
+        module: the one that is trained, without a wrapper around it.
+        every_n_steps: steps from one measurement to the next; None: chosen.
+        max_overhead: see :class:`Cadence`.
+    """
+
+    def __init__(
+        self, trainer: L.Trainer, module: L.LightningModule, every_n_steps: int | None, max_overhead: float
+    ) -> None:
+        super().__init__(trainer, module)
+        self._cadence = Cadence(every_n_steps, max_overhead)
+        self.every_n_steps = every_n_steps or 1
+        self._step = 0  # number of the present one
+        self._due = 0  # number of the step that is measured next; 0 before the first step
+
+    def before_backward(self, loss: Tensor) -> None:
+        self._cadence.count_backward(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"due": self._due, "every_n_steps": self.every_n_steps, "cadence": self._cadence.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._due, self.every_n_steps = state["due"], state["every_n_steps"]
+        self._cadence.load_state_dict(state["cadence"])

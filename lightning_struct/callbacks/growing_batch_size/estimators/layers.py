@@ -18,9 +18,13 @@ from lightning_struct.callbacks.growing_batch_size.estimators.cadence import (
     LAYERS_CONVOLVE,
     LAYERS_RUN_AGAIN,
 )
-from lightning_struct.callbacks.growing_batch_size.estimators.faults import LocalFaults, Unmeasurable, check_finite
-from lightning_struct.callbacks.growing_batch_size.estimators.samples import leading_sizes
-from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, relative_variance
+from lightning_struct.callbacks.growing_batch_size.estimators.common import (
+    GradientEstimator,
+    Unmeasurable,
+    check_finite,
+    leading_sizes,
+)
+from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics, relative_variance
 from lightning_struct.collective import all_reduce, world_size
 from lightning_struct.functional.layers.calls import rows_of_graphs
 from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
@@ -53,7 +57,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NEGLIGIBLE = 0.01
 
 
-class SampleGradients:
+class SampleGradients(GradientEstimator):
     """Measures the gradients of single samples in the batches of a step, by hooks on the layers.
 
     The shares cᵢ that the samples have in the gradient G are measured in the units of G, whatever the loss averages
@@ -87,14 +91,13 @@ class SampleGradients:
         probes: int | None,
     ) -> None:
         refuse_sharded_weights(trainer, "GrowingBatchSize(estimator='layers')")
-        self._trainer, self._module = trainer, module
+        super().__init__(trainer, module)
         layers = [layer for layer in module.modules() if any(True for _ in layer.parameters(recurse=False))]
         self.every_n_steps = every_n_steps or math.ceil(_steps_of_a_measurement(layers) / max_overhead)
         self._recorder = GradientNormRecorder(
             module, probes=probes, uncovered="skip", part=(trainer.global_rank, trainer.world_size)
         )
         self._recorder.ambiguous = any(_puts_sequences_first(layer) for layer in module.modules())
-        self.faults = LocalFaults()
         self._squared_norms: dict[nn.Parameter, Tensor] = {}
         self._checksums: dict[str, Checksums] = {}
         self._unmeasured: set[Optimizer] = set()
@@ -121,8 +124,6 @@ class SampleGradients:
         self._recorder.samples = expected & first or expected & second or expected | first or None
         self._recorder.rows = rows_of_graphs(batch)
         self._recorder.reseed(step - 1)
-
-    def before_backward(self, loss: Tensor) -> None: ...
 
     def pause(self) -> None:
         if self._measuring:
@@ -196,10 +197,9 @@ class SampleGradients:
         return {"left_out": dict(self._left_out), "unmeasured": unmeasured, "checked": self._checked}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:  # nothing was saved once
-            self._left_out, self._checked = dict(state["left_out"]), state["checked"]
-            optimizers = self._trainer.optimizers
-            self._unmeasured = {optimizers[i] for i in state["unmeasured"] if i < len(optimizers)}
+        self._left_out, self._checked = dict(state["left_out"]), state["checked"]
+        optimizers = self._trainer.optimizers
+        self._unmeasured = {optimizers[i] for i in state["unmeasured"] if i < len(optimizers)}
 
     def _measured(self) -> dict[nn.Parameter, ParameterNorms]:
         """What was measured of the gradients that there are: Lightning clears all of them before a validation."""

@@ -11,16 +11,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_struct.callbacks.growing_batch_size.estimators.cadence import Cadence
-from lightning_struct.callbacks.growing_batch_size.estimators.faults import LocalFaults, Unmeasurable, check_finite
-from lightning_struct.callbacks.growing_batch_size.estimators.gradients import (
+from lightning_struct.callbacks.growing_batch_size.estimators.cadence import PlannedEstimator
+from lightning_struct.callbacks.growing_batch_size.estimators.common import (
+    Unmeasurable,
+    check_finite,
     is_compiled,
     local_gradient,
     share,
     squared_norm,
     sum_of_squares,
 )
-from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, statistics_of_parts
+from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics, statistics_of_parts
 from lightning_struct.collective import world_size
 from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
 from lightning_struct.utilities import namespaces as L
@@ -34,7 +35,7 @@ from lightning_struct.utilities.lightning_internals import gradient_scale, loss_
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
-class BackwardPasses:
+class BackwardPasses(PlannedEstimator):
     """Compares the gradients of single backward passes with the one that an optimizer steps by, which is their mean.
 
     A backward pass is that of one process on one of the accumulated batches; hooks on the parameters see its gradient
@@ -63,11 +64,7 @@ class BackwardPasses:
                 f"GrowingBatchSize(estimator='parts') compares the gradients of several backward passes of a step, but "
                 f"{problem}"
             )
-        self._trainer, self._module = trainer, module
-        self._cadence = Cadence(every_n_steps, max_overhead)
-        self.every_n_steps = every_n_steps or 1
-        self._due, self._step = 0, 0
-        self.faults = LocalFaults()
+        super().__init__(trainer, module, every_n_steps, max_overhead)
         self._handles: list[RemovableHandle] = []
         self._norms: list[Tensor] = []
         self._hooked: set[str] = set()
@@ -85,9 +82,6 @@ class BackwardPasses:
             self.pause()
         elif not self._handles:
             self._attach()
-
-    def before_backward(self, loss: Tensor) -> None:
-        self._cadence.count_backward(loss)
 
     def after_backward(self) -> None:
         self._passes += 1
@@ -132,17 +126,11 @@ class BackwardPasses:
         self._handles.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "due": self._due,
-            "every_n_steps": self.every_n_steps,
-            "cadence": self._cadence.state_dict(),
-            "has_missed": self._has_missed,
-        }
+        return super().state_dict() | {"has_missed": self._has_missed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._due, self.every_n_steps = state["due"], state["every_n_steps"]
-        self._cadence.load_state_dict(state["cadence"])
-        self._has_missed = state.get("has_missed", False)
+        super().load_state_dict(state)
+        self._has_missed = state["has_missed"]
 
     def _squared_norm(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Tensor:
         """This process's part of ‖∇‖² by which the optimizer is about to step, (), of some parameters."""

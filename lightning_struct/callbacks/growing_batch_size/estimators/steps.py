@@ -10,15 +10,15 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_struct.callbacks.growing_batch_size.estimators.cadence import Cadence
-from lightning_struct.callbacks.growing_batch_size.estimators.faults import LocalFaults, check_finite
-from lightning_struct.callbacks.growing_batch_size.estimators.gradients import (
+from lightning_struct.callbacks.growing_batch_size.estimators.cadence import PlannedEstimator
+from lightning_struct.callbacks.growing_batch_size.estimators.common import (
+    check_finite,
     local_gradient,
     share,
     squared_norm,
     sum_of_squares,
 )
-from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, statistics_of_pair
+from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics, statistics_of_pair
 from lightning_struct.functional.torch_tools import copy_each_, subtract_each_
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.distributed import shards_plain_tensors, shards_weights
@@ -59,7 +59,7 @@ class _Pair:
     samples: int
 
 
-class StepPairs:
+class StepPairs(PlannedEstimator):
     """Compares the gradients of two consecutive steps of an optimizer.
 
     Both estimate the gradient G of the loss, and their errors are independent: E g·g' = ‖G‖² and E‖g‖² = ‖G‖² + tr Σ/n
@@ -86,13 +86,8 @@ class StepPairs:
         every_n_steps: int | None,
         max_overhead: float,
     ) -> None:
-        self._trainer, self._module = trainer, module
+        super().__init__(trainer, module, every_n_steps, max_overhead)
         self._sharded, self._in_parts = shards_weights(trainer), shards_plain_tensors(trainer)
-        self._cadence = Cadence(every_n_steps, max_overhead)
-        self.every_n_steps = every_n_steps or 1
-        self.faults = LocalFaults()
-        self._due = 0  # number of the step by which the next pair ends; 0 before the first step
-        self._step = 0
         self._optimizers: dict[int, Optimizer] = {}
         self._kept: dict[int, _Kept] = {}
         self._memory: dict[int, dict[int, Tensor]] = {}
@@ -105,11 +100,6 @@ class StepPairs:
             self._step, self._stepped, self._pairs = step, set(), {}
         if self._due == 0:
             self._due = step + max(self.every_n_steps, 2) - 1
-
-    def before_backward(self, loss: Tensor) -> None:
-        self._cadence.count_backward(loss)
-
-    def after_backward(self) -> None: ...
 
     def before_step(self, optimizer: Optimizer) -> None:
         number = self._trainer.optimizers.index(optimizer)
@@ -160,25 +150,15 @@ class StepPairs:
 
     def state_dict(self) -> dict[str, Any]:
         """With sharded weights without the pair under way, as a checkpoint has the first process's parts only."""
-        return {
-            "due": self._due,
-            "every_n_steps": self.every_n_steps,
-            "cadence": self._cadence.state_dict(),
-            "kept": {
-                number: {
-                    "gradients": {i: gradient.clone() for i, gradient in kept.gradients.items()},
-                    "squared_norm": kept.squared_norm,
-                    "scale": kept.scale,
-                    "samples": kept.samples,
-                }
-                for number, kept in self._kept.items()
-                if kept.samples and not self._sharded
-            },
+        kept = {
+            number: vars(kept) | {"gradients": {i: gradient.clone() for i, gradient in kept.gradients.items()}}
+            for number, kept in self._kept.items()
+            if kept.samples and not self._sharded
         }
+        return super().state_dict() | {"kept": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._due, self.every_n_steps = state["due"], state["every_n_steps"]
-        self._cadence.load_state_dict(state["cadence"])
+        super().load_state_dict(state)
         self._kept = {number: _Kept(**kept) for number, kept in state["kept"].items()}
         self._memory = {number: dict(kept.gradients) for number, kept in self._kept.items()}
 

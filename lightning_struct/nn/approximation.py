@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,6 @@ from lightning_struct.functional.structured.operators import (
 )
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense
 from lightning_struct.functional.structured.tridiagonal import tridiagonal_to_dense
-
-if TYPE_CHECKING:
-    from lightning_struct.nn.ldr import LearnedOperatorLinear
 
 # Singular value decompositions of larger matrices are computed for the leading values alone, at random.
 _LARGEST_DECOMPOSED = 512
@@ -211,15 +208,15 @@ class BalancedCoordinates:
     """M of a layer as D_a M'(A', B', G', H') D_b, with A' = D_a⁻¹ A D_a of constant subdiagonal, and B' likewise.
 
     Args:
-        layer: in float64. No entry of its subdiagonals may be zero.
+        layer: a ``LearnedOperatorLinear`` in float64. No entry of its subdiagonals may be zero.
     """
 
-    def __init__(self, layer: LearnedOperatorLinear) -> None:
+    def __init__(self, layer: Any) -> None:
         self.layer = layer
         self._sides = [_Side(*pair) for pair in zip(layer.operators, (layer.G, layer.H), strict=True)]
 
     @staticmethod
-    def are_exact_for(layer: LearnedOperatorLinear) -> bool:
+    def are_exact_for(layer: Any) -> bool:
         """Whether the entries of D range over few orders of magnitude, and none of the subdiagonals' is zero."""
         return all(
             bool(log_range(subdiagonal) < _LARGEST_LOG_RANGE)

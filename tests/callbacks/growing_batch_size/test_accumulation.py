@@ -266,7 +266,7 @@ def test_the_trainer_gets_its_accumulation_back(tmp_path, options):
 
 
 @pytest.mark.parametrize(
-    ("options", "remedy"), zip(OPTIONS, ["use mode='batch'", "use max_batch_size=8 instead"], strict=True)
+    ("options", "remedy"), list(zip(OPTIONS, ["use mode='batch'", "use max_batch_size=8 instead"], strict=True))
 )
 def test_accumulation_is_refused_under_manual_optimization(tmp_path, options, remedy):
     class Manual(Reader):

@@ -23,6 +23,9 @@ class Identity:
 
     solve_transpose = solve
 
+    def __repr__(self) -> str:
+        return "Identity()"
+
 
 def settings(loss: str = "mse", **options: Any) -> Settings:
     return SHF(nn.Sequential(nn.Linear(2, 2)), loss, **options).settings

@@ -10,7 +10,7 @@ import pytorch_lightning
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_struct import SHF, GrowingBatchSize, PredictionWriter, SHFOptimization
+from lightning_struct import SHF, GrowingBatchSize, NoiseEstimator, PredictionWriter, SHFOptimization, ValidationRule
 from lightning_struct.data import CurvesDataModule
 from lightning_struct.utilities.distributed import refuse_sharded_weights
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -134,7 +134,7 @@ def test_whole_weights_are_not_refused(pl):
 
 PROJECT = """
 import sys
-from lightning_struct import GrowingBatchSize, NoiseEstimator, SHFOptimization, ValidationRule
+from lightning_struct import GrowingBatchSize, SHFOptimization
 
 callback = GrowingBatchSize(max_batch_size=16)
 import {namespace} as pl

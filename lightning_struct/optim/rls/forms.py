@@ -49,6 +49,10 @@ class FullP(FormOfP):
 
     Raises:
         ValueError: ``interval`` is no integer above 0.
+
+    Example:
+        >>> FullP(interval=10).interval
+        10
     """
 
     interval: int = 1
@@ -74,6 +78,10 @@ class LowRankP(FormOfP):
 
     Raises:
         ValueError: ``rank`` or ``interval`` is no integer above 0.
+
+    Example:
+        >>> LowRankP(rank=16).rank
+        16
     """
 
     rank: int = 32
@@ -97,6 +105,10 @@ class RankOneP(FormOfP):
 
     Raises:
         ValueError: ``interval`` is no integer above 0.
+
+    Example:
+        >>> RankOneP().interval
+        1
     """
 
     interval: int = 1

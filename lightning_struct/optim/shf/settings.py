@@ -154,6 +154,10 @@ class NextBatch(Damping):
 
     Raises:
         ValueError: a field of another type or out of range.
+
+    Example:
+        >>> NextBatch(initial=2.0).bounds
+        (0.0, 1000000000.0)
     """
 
     def adapted(self, damping: float, reduction_ratio: float, drop: float) -> float:
@@ -200,6 +204,10 @@ class LSMR(_Iterations):
 
     Raises:
         ValueError: a field of another type or out of range.
+
+    Example:
+        >>> LSMR(maxiter=20).maxiter
+        20
     """
 
     atol: float = 1e-8
@@ -217,7 +225,12 @@ class LSMR(_Iterations):
 
 @dataclass(frozen=True)
 class LSQR(LSMR):
-    """LSQR in the place of LSMR, with the same fields."""
+    """LSQR in the place of LSMR, with the same fields.
+
+    Example:
+        >>> LSQR(maxiter=20).atol
+        1e-08
+    """
 
 
 @dataclass(frozen=True)
@@ -237,6 +250,10 @@ class CG(_Iterations):
 
     Raises:
         ValueError: a field of another type or out of range.
+
+    Example:
+        >>> CG(maxiter=50).curvature_share
+        1.0
     """
 
     progress_tolerance: float | None = None
@@ -252,7 +269,12 @@ class CG(_Iterations):
 
 @dataclass(frozen=True)
 class Exact(Choice):
-    """A dense factorisation of the shorter side of J, for residuals (``loss="least_squares"``) only."""
+    """A dense factorisation of the shorter side of J, for residuals (``loss="least_squares"``) only.
+
+    Example:
+        >>> Exact() == Exact()
+        True
+    """
 
 
 @dataclass(frozen=True)
@@ -270,6 +292,10 @@ class Kronecker(Choice):
 
     Raises:
         ValueError: a field of another type or out of range.
+
+    Example:
+        >>> Kronecker(interval=10).decay
+        0.8
     """
 
     decay: float = 0.8
@@ -294,6 +320,10 @@ class WarmStart(Choice):
 
     Raises:
         ValueError: a field of another type or out of range.
+
+    Example:
+        >>> WarmStart(0.5, growth=1.5).grown(0.5)
+        0.75
     """
 
     initial: float | None = None

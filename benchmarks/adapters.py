@@ -403,7 +403,7 @@ def error(layer_class: type, update: Tensor, rank: int) -> float:
 
 
 def circulant_blocks_error(update: Tensor, size: int) -> float:
-    """Of the nearest matrix of circulant blocks: means over the wrapped diagonals of each block."""
+    """The nearest matrix of circulant blocks: means over the wrapped diagonals of each block."""
     blocks = update.unflatten(0, (-1, size)).unflatten(2, (-1, size)).transpose(1, 2).double()
     place = (torch.arange(size)[:, None] - torch.arange(size)) % size
     wrapped = torch.stack([blocks[..., place == k].mean(-1) for k in range(size)], -1)
@@ -411,7 +411,7 @@ def circulant_blocks_error(update: Tensor, size: int) -> float:
 
 
 def kronecker_error(update: Tensor, size: int) -> float:
-    """Of the nearest Kronecker product of two matrices of that size (Van Loan and Pitsianis)."""
+    """The nearest Kronecker product of two matrices of that size (Van Loan and Pitsianis)."""
     rearranged = update.unflatten(0, (size, size)).unflatten(2, (size, size)).permute(0, 2, 1, 3).reshape(size**2, -1)
     values = torch.linalg.svdvals(rearranged.double())
     return float(values[1:].norm() / values.norm())

@@ -93,7 +93,7 @@ class Task:
 
 
 class Project(L.LightningModule):
-    """What a user has: a network, a loss, an optimizer, and perhaps a schedule by steps."""
+    """The project of a user: a network, a loss, an optimizer, and perhaps a schedule by steps."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()

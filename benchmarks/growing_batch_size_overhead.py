@@ -1,4 +1,4 @@
-"""What GrowingBatchSize costs in time, at a batch that stays as it is: the tasks of growing_batch_size.py.
+"""The time that GrowingBatchSize costs, at a batch that stays as it is: the tasks of growing_batch_size.py.
 
     OMP_NUM_THREADS=1 python benchmarks/growing_batch_size_overhead.py --data-dir DIRECTORY [--tasks mnist ...]
 

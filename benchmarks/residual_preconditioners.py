@@ -1,4 +1,4 @@
-"""What a preconditioner would gain in LSMR on residuals: distance to a damped step's solution after some products.
+"""The gain of a preconditioner in LSMR on residuals: distance to a damped step's solution after some products.
 
     OMP_NUM_THREADS=1 python benchmarks/residual_preconditioners.py [--steps 6 18 30] [--seed 0]
 

@@ -360,7 +360,7 @@ def draw(runs: Sequence[Run], columns: dict[str, Ways]) -> Figure:
 
 
 def shown_and_far(losses: Mapping[str, Sequence[float]]) -> tuple[tuple[float, float], dict[str, Sequence[float]]]:
-    """What is to be shown of losses, so that ways that diverge do not squeeze the others.
+    """The range of losses to be shown, so that ways that diverge do not squeeze the others.
 
     Args:
         losses: of each way, in all its epochs.

@@ -342,7 +342,7 @@ class Stopwatch:
         return self._before + time.process_time() - self._since
 
     def leave_out(self, function: Callable[[], float]) -> float:
-        """What the function returns; its seconds do not count."""
+        """The value of the function; its seconds do not count."""
         self._before = self.seconds
         result = function()
         self._since = time.process_time()

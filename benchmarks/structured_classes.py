@@ -1,4 +1,4 @@
-"""What the tasks of ``structured_tasks.py`` share: classes of matrices, and the weights best in validation."""
+"""The common part of the tasks of ``structured_tasks.py``: classes of matrices, and the weights best in validation."""
 
 from __future__ import annotations
 

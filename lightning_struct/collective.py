@@ -54,7 +54,7 @@ def all_gather_unequal(rows: Tensor) -> Tensor:
 
 
 def all_gather_objects(value: Any) -> list[Any]:
-    """What can be pickled, of all processes, in the order of ranks."""
+    """Objects of all processes, in the order of ranks; they are pickled."""
     values = [value] * world_size()
     if world_size() > 1:
         dist.all_gather_object(values, value)

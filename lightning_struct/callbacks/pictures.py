@@ -61,7 +61,7 @@ def draw_curve(panel: Axes, records: Sequence[Mapping[str, float]], x: str, y: s
 
 
 def log_directory(trainer: L.Trainer) -> Path:
-    """Where the files of a run go; a collective call."""
+    """The folder of a run's files; a collective call."""
     return Path(trainer.log_dir or trainer.default_root_dir).expanduser()  # as loggers read it
 
 

@@ -49,7 +49,7 @@ class PredictionWriter(BasePredictionWriter):
 
     @property
     def interval(self) -> Any:  # type: ignore[override]
-        """What is written is written at the end of the predictions."""
+        """Lightning's interval of writing: the end of the predictions."""
         return lightning_classes("callbacks.prediction_writer.WriteInterval")[0]("epoch")
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -44,7 +44,7 @@ class NewlyLogged:
         self._seen: dict[str, Tensor] = {}
 
     def since_last(self, trainer: L.Trainer, names: Iterable[str]) -> set[str]:
-        """Those of the names that were logged since the last call; in the first call, those that were logged at all."""
+        """The names that were logged since the last call; in the first call, all that were logged."""
         metrics = trainer.callback_metrics
         present = {name: metrics[name].detach() for name in names if name in metrics}
         seen, self._seen = self._seen, present

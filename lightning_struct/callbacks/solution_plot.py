@@ -168,7 +168,7 @@ def _slice(equation: DifferentialEquation) -> Tensor:
 
 
 def _place_of(equation: DifferentialEquation) -> str:
-    """Where the plane that is drawn lies, for a title."""
+    """The place of the plane that is drawn, for a title."""
     others = equation.coordinates[2:]
     if len(others) < 2:
         middle = (equation.domain.low + equation.domain.high) / 2

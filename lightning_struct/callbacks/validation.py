@@ -70,7 +70,7 @@ def _mean_over_processes(trainer: L.Trainer, value: Tensor | None) -> float | No
 
 
 def not_finite(trainer: L.Trainer, who: str, monitor: str, value: float) -> str:
-    """What is said of a monitored value that is NaN or infinite."""
+    """The message about a monitored value that is NaN or infinite."""
     return (
         f"{who} monitors {monitor!r}, which is {value} after step {trainer.global_step}: training has diverged, or the "
         "validation data is damaged"

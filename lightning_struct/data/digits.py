@@ -41,7 +41,7 @@ class DigitsDataModule(DownloadedDataModule):
 
     @property
     def paths(self) -> list[Path]:
-        """Where the files are, or will be."""
+        """Paths of the files, there or to come."""
         return [Path(self.data_dir) / name for name in self.names]
 
     @property

@@ -218,8 +218,8 @@ def read_reviews(data_dir: str) -> dict[str, Reviews]:
 
     Raises:
         OSError: if there are no files, or a class has no reviews.
-        DamagedFileError: if the archive is not whole, has a path that leads out of it, or a review that is no ordinary
-            file of at most 1,000,000 bytes; if a review is not UTF-8.
+        DamagedFileError: if the archive is not whole or has a path that leads out of it; if a review is no ordinary
+            file, has more than 1,000,000 bytes, or is not UTF-8.
     """
     path = find_files(data_dir)
     if path is None:
@@ -241,7 +241,10 @@ def read_reviews(data_dir: str) -> dict[str, Reviews]:
 def _files(directory: Path, kinds: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, str, str]]:
     """Set, class, name and text of each review in a directory."""
     for part, name in kinds:
-        for path in filter(Path.is_file, (directory / part / name).glob("*.txt")):
+        for path in (directory / part / name).glob("*.txt"):
+            if not path.is_file():
+                raise DamagedFileError(path, "is no ordinary file, but a directory or a link to nothing")
+            _check_size(path, path.stat().st_size)
             with naming_file(path):
                 yield part, name, path.name, path.read_text(encoding="utf-8")
 
@@ -256,10 +259,20 @@ def _members(archive: Path) -> Iterator[tuple[str, str, str, str]]:
                 raise DamagedFileError(archive, f"has the path {member.name}, which leads out of it")
             if match is None:
                 continue
-            content = members.extractfile(member) if member.isfile() and member.size <= MOST_BYTES else None
+            content = members.extractfile(member) if member.isfile() else None
             if content is None:
-                raise DamagedFileError(archive, f"has {member.name} as a link, a directory or a huge file")
-            yield match[1], match[2], match[3], content.read().decode("utf-8")
+                raise DamagedFileError(archive, f"has {member.name} as a link or directory, not as an ordinary file")
+            _check_size(archive, member.size, f" in {member.name}")
+            try:
+                yield match[1], match[2], match[3], content.read().decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise DamagedFileError(archive, f"has {member.name}, which is not UTF-8: {error}") from error
+
+
+def _check_size(path: Path, size: int, place: str = "") -> None:
+    """Raise ``DamagedFileError`` for a review of more bytes than any has, before they are read into memory."""
+    if size > MOST_BYTES:
+        raise DamagedFileError(path, f"has {size:,} bytes{place}; a review has at most {MOST_BYTES:,}")
 
 
 def synthetic_reviews(count: int, length: int, vocabulary_size: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -208,7 +208,7 @@ class DownloadedDataModule(InMemoryDataModule):
     title: ClassVar[str]
     """Name of the data set in messages."""
     files: ClassVar[str]
-    """What ``data_dir`` must hold, for errors."""
+    """The contents that ``data_dir`` must have, for errors."""
 
     def __init__(
         self,

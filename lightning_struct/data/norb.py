@@ -44,6 +44,7 @@ STEMS: dict[str, dict[str, tuple[str, ...]]] = {
 ELEMENT_TYPES: dict[int, np.dtype] = {0x1E3D4C55: np.dtype("u1"), 0x1E3D4C54: np.dtype("<i4")}
 BLOCK = 512  # pairs of images
 MOST_DIMENSIONS = 8
+DEFLATE_RATIO = 1032  # the most bytes that a byte of a .gz file can stand for
 
 # Parts of a toy: the middle and half the axes of an ellipsoid, with x to the front, y to the left and z up.
 _TOYS: tuple[tuple[tuple[float, ...], ...], ...] = (
@@ -214,8 +215,8 @@ def open_matrix(path: Path) -> Iterator[tuple[BinaryIO, tuple[int, ...], np.dtyp
     The header has the kind of element, the number of dimensions, and at least three sizes, int32 each.
 
     Raises:
-        DamagedFileError: if the header is another; and for what is raised about the content within the ``with``
-            block.
+        DamagedFileError: if the header is another, or announces more than the file can hold; and for errors about the
+            content within the ``with`` block.
     """
     with naming_file(path), open_packed_or_not(path) as file:
         kind, dimensions = (int(number) for number in read_elements(file, 2, np.dtype("<i4")))
@@ -223,6 +224,10 @@ def open_matrix(path: Path) -> Iterator[tuple[BinaryIO, tuple[int, ...], np.dtyp
             raise DamagedFileError(path, f"begins with {kind:#x} and {dimensions} dimensions: it is no matrix of NORB")
         # of fewer than three dimensions, the other sizes are filled up
         shape = tuple(read_elements(file, max(dimensions, 3), np.dtype("<i4"))[:dimensions].tolist())
+        size = path.stat().st_size
+        most = (DEFLATE_RATIO * size if path.suffix == ".gz" else size) - file.tell()
+        if min(shape) < 0 or math.prod(shape) * ELEMENT_TYPES[kind].itemsize > most:
+            raise DamagedFileError(path, f"has {size:,} bytes, which cannot hold the {shape} elements of its header")
         yield file, shape, ELEMENT_TYPES[kind]
 
 
@@ -326,7 +331,7 @@ def _all_toys() -> Tensor:
 
 
 def _views(elevation: Tensor, azimuth: Tensor, turn: Tensor) -> Tensor:
-    """What lies to the right, above and towards the eye, as rows of (count, 3, 3), in the directions of the toy."""
+    """The directions to the right, above and towards the eye, as rows of (count, 3, 3), in the toy's own axes."""
     up, out = elevation.sin(), elevation.cos()
     cos, sin = azimuth.cos(), azimuth.sin()
     right = torch.stack([-sin, cos, torch.zeros_like(cos)], 1)

@@ -116,7 +116,7 @@ class Requirements:
         )
 
     def as_pair(self, module: L.LightningModule, returned: Any) -> tuple[Any, Any]:
-        """What ``inputs_and_targets`` of the module returned, which must be a pair.
+        """Check the return value of the module's ``inputs_and_targets``, which must be a pair.
 
         Raises:
             MisconfigurationException: it is none.

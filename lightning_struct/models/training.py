@@ -16,7 +16,7 @@ from lightning_struct.utilities.namespaces import MisconfigurationException
 def optimizer_and_scheduler(
     parameters: Iterable[Any], optimizer: OptimizerCallable, lr_scheduler: LRSchedulerCallable | None
 ) -> OptimizerLRScheduler:
-    """What ``configure_optimizers`` returns.
+    """The return value of ``configure_optimizers``.
 
     Args:
         parameters: or groups of them.

@@ -346,7 +346,7 @@ def _parameters_named(model: nn.Module, selectors: Trained | Iterable[Trained]) 
 
 
 def _places(model: nn.Module, selection: Selection) -> list[_Place]:
-    """Where there are selected layers without an adapter; a layer may stand at several places."""
+    """Places of selected layers without an adapter; a layer may stand at several places."""
     adapters = [layer for layer in model.modules() if isinstance(layer, AdaptedLinear | StructuredUpdate)]
     left_alone = {below for layer in adapters for below in layer.modules()}
     left_alone |= hidden_layers(model, of_other_forwards=True)
@@ -446,7 +446,7 @@ def _blocks_of(attention: nn.MultiheadAttention) -> dict[str, tuple[str, int, in
 
 
 def _updated_weight(module: nn.Module, name: str) -> UpdatedWeight | None:
-    """What adds updates to a weight of the module."""
+    """Parametrizations that add updates to a weight of the module."""
     if not parametrize.is_parametrized(module, name):
         return None
     parts = module.parametrizations[name]  # type: ignore[index]

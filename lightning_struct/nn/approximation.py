@@ -225,7 +225,7 @@ class BalancedCoordinates:
 
     @property
     def variables(self) -> list[Tensor]:
-        """What is searched over: leaf tensors."""
+        """Variables of the search: leaf tensors."""
         corners = self.layer.corner == "learned"
         return [variable for side in self._sides for variable in side.variables(corners)]
 

@@ -168,7 +168,7 @@ def why_not_linear(layer: nn.Module) -> str | None:
 
 
 def in_place_of(layer: Any, linear: nn.Module) -> nn.Module:
-    """What stands where ``layer`` stood, around ``linear``, whose matrix is near to that of :func:`as_matrix`."""
+    """The replacement of ``layer``, around ``linear``, whose matrix is near to the one of :func:`as_matrix`."""
     if type(layer) not in CONVOLUTIONS:
         return linear
     if is_pointwise(layer):

@@ -312,7 +312,7 @@ class HankelLike(ToeplitzLike):
 
 
 class _NodesInFullPrecision:
-    """What prepared matrices with nodes have in common."""
+    """Base of the prepared matrices with nodes."""
 
     keeps_precision: ClassVar[bool] = True
 

@@ -128,7 +128,7 @@ def apply_structure(model: Model, structure: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _entry(layer: nn.Module) -> dict[str, Any] | None:
-    """What a structure has of a layer; None for layers that it does not list."""
+    """The entry of a layer in a structure; None for layers that it does not list."""
     if isinstance(layer, ChannelLinear | PatchLinear):
         return _entry(layer.linear)
     if isinstance(layer, StructuredLinear):
@@ -150,7 +150,7 @@ def _is_as(layer: nn.Module, entry: Mapping[str, Any]) -> bool:
 
 
 def _in_place_of(name: str, old: nn.Module, entry: Mapping[str, Any]) -> nn.Module | None:
-    """What the structure has in place of a layer; None if that one has no matrix."""
+    """The replacement of a layer in the structure; None if the layer has no matrix."""
     if entry["class"] == "BlockStructured":
         if type(old) not in CONVOLUTIONS:
             return None

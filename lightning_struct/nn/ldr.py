@@ -67,7 +67,7 @@ Corner = Literal["learned", "zero"]
 
 
 class _Start(NamedTuple):
-    """Where the search for an LDR matrix starts, and its relative error there."""
+    """A start of the search for an LDR matrix, and its relative error there."""
 
     error: float
     a: SubdiagonalOperator
@@ -147,7 +147,7 @@ class LearnedOperatorLinear(GeneratorLinear):
         self._set(self._starts(self._squared(weight))[0])
 
     def _starts(self, target: Tensor) -> list[_Start]:
-        """Where the search may start, the least error first: from shifts, and from what is fitted to W from there."""
+        """Starts of the search, the least error first: shifts, and operators that are fitted to W from there."""
         shifts = []
         for corners in [(0.0, 0.0), (1.0, -1.0)] if self.corner == "learned" else [(0.0, 0.0)]:
             a, b = (
@@ -220,7 +220,7 @@ class MethodChoices:
         self._methods: dict[int, str] = {}
         self._products = 0
         self._version: int | None = None
-        """That of the parameters at the last product; None: any version is another one."""
+        """Version of the parameters at the last product; None: any version is another one."""
         self._is_loaded = False
         """The version at the last product is not known, but the parameters have not changed since."""
 

@@ -159,7 +159,7 @@ def set_modules(model: Model, places: list[tuple[str, nn.Module]]) -> Model:
 
 
 def _replacement_of(name: str, layer: nn.Module, factory: LayerFactory, selection: Selection) -> nn.Module | None:
-    """What stands in place of a layer; None if it stays."""
+    """The replacement of a layer; None if it stays."""
 
     def replace(name: str, linear: nn.Linear) -> nn.Module:
         structured = replacement(name, linear, factory)

@@ -16,7 +16,7 @@ Selector = str | nn.Module | type[nn.Module] | Callable[[str, nn.Module], bool]
 """A name with or without wildcards, a module, a class of modules, or a function of the name and the module."""
 
 Model = TypeVar("Model", bound=nn.Module)
-"""What is returned as it was given, with other layers within; if it is a layer itself, what stands in its place."""
+"""The given module with other layers within; or the replacement, if it is a layer itself."""
 
 
 class Selection:

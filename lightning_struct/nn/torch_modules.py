@@ -1,4 +1,4 @@
-"""What torch attaches to modules, and what its tracers ask of them: hooks, parametrizations, buffers, scripts."""
+"""Attachments of torch to modules, and its tracers: hooks, parametrizations, buffers, scripts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def has_state_hooks(layer: nn.Module) -> bool:
 
 
 def weight_makers(layer: nn.Module) -> list[str]:
-    """What of torch.nn.utils makes the weights of a layer, such as a norm or a mask: names of classes."""
+    """Names of the classes of torch.nn.utils that make the weights of a layer, such as a norm or a mask."""
     parametrizations: Any = layer._modules.get("parametrizations") or nn.ModuleDict()
     by_parametrization = [type(maker).__name__ for makers in parametrizations.values() for maker in makers]
     by_hook = [type(hook).__name__ for hook in layer._forward_pre_hooks.values() if _makes_weight(hook)]
@@ -106,7 +106,7 @@ def remove_parametrizations(module: nn.Module) -> None:
 
 
 def _reduced(module: nn.Module, protocol: int) -> tuple[Any, ...]:
-    """What pickle needs to make a parametrized module again."""
+    """The state with which pickle makes a parametrized module again."""
     plain = type(module).__bases__[0]
     reduced: Any = super(type(module), module).__reduce_ex__(max(2, protocol))  # made by a function, from the class
     assert isinstance(module.parametrizations, nn.ModuleDict)
@@ -161,7 +161,7 @@ def recorded(layer: nn.Module, product: Callable[[], Tensor]) -> Tensor:
 
 
 def refuse_to_be_scripted(layer: nn.Module) -> NoReturn:
-    """What ``torch.jit.script`` asks for.
+    """Refuse ``torch.jit.script``.
 
     Raises:
         RuntimeError: always.

@@ -59,7 +59,7 @@ def _free_of_the_machine() -> int | None:
 
 
 def _free_of_the_container() -> int | None:
-    """What its limit leaves. Files that were read and lie unused in memory count as free, since they make room."""
+    """Bytes that the limit leaves. Files that lie unused in memory count as free, since they make room."""
     limit, used = (_text(CONTROL_GROUP / name).strip() for name in ("memory.max", "memory.current"))
     if not (limit.isdigit() and used.isdigit()):
         return None

@@ -218,7 +218,7 @@ class RecipeCLI(LightningCLI):
 
 
 def _configure_optimizers(model: L.LightningModule) -> Any:
-    """What the model's own method returns; what an optimizer or a scheduler says of its arguments is no defect.
+    """The return value of the model's own method; an error of an optimizer about its arguments is no defect.
 
     It stands in for the method in a fit, and goes with the model into other processes.
     """

@@ -1,4 +1,4 @@
-"""What callbacks add to the ``on_save_checkpoint`` and ``on_load_checkpoint`` of a module.
+"""Additions of callbacks to the ``on_save_checkpoint`` and ``on_load_checkpoint`` of a module.
 
 Lightning asks callbacks neither where weights alone are saved nor before weights are loaded, but always the module.
 """

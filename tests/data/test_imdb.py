@@ -196,10 +196,11 @@ REVIEW = "aclImdb/train/pos/0_7.txt"
 @pytest.mark.parametrize(
     ("entry", "problem"),
     [
-        ({"name": REVIEW, "type": tarfile.SYMTYPE, "linkname": "nowhere.txt"}, f"{REVIEW} as a link"),
+        ({"name": REVIEW, "type": tarfile.SYMTYPE, "linkname": "nowhere.txt"}, f"{REVIEW} as a link or directory"),
         ({"name": REVIEW, "type": tarfile.LNKTYPE, "linkname": "/etc/passwd"}, "as a link"),
         ({"name": "/" + REVIEW, "content": b"good"}, f"the path /{REVIEW}, which leads out of it"),
         ({"name": "aclImdb/../../x.txt", "content": b"good"}, "which leads out of it"),
+        ({"name": REVIEW, "content": b"\xff"}, f"{REVIEW}, which is not UTF-8"),
     ],
 )
 def test_entries_of_an_archive_that_are_no_reviews_are_refused(tmp_path, entry, problem):
@@ -213,7 +214,22 @@ def test_an_enormous_review_of_an_archive_is_refused_before_it_is_read(tmp_path)
         entry.size = 600_000_000
         archive.write(entry.tobuf())
         archive.write(b"a" * 10_000)
-    with pytest.raises(DamagedFileError, match=f"has {REVIEW} as a link, a directory or a huge file"):
+    with pytest.raises(DamagedFileError, match=f"has 600,000,000 bytes in {REVIEW}; a review has at most 1,000,000"):
+        read_reviews(str(tmp_path))
+
+
+def test_an_enormous_review_of_a_directory_is_refused_before_it_is_read(tmp_path):
+    write_directory(tmp_path)
+    with (tmp_path / REVIEW).open("wb") as file:
+        file.truncate(600_000_000)  # takes no place on the disk
+    with pytest.raises(DamagedFileError, match="0_7.txt has 600,000,000 bytes; a review has at most 1,000,000"):
+        read_reviews(str(tmp_path))
+
+
+def test_a_link_to_nothing_in_a_directory_is_refused(tmp_path):
+    write_directory(tmp_path)
+    (tmp_path / REVIEW).symlink_to("nowhere")
+    with pytest.raises(DamagedFileError, match="0_7.txt is no ordinary file"):
         read_reviews(str(tmp_path))
 
 

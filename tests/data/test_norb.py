@@ -104,6 +104,14 @@ def damaged(directory, damage):
     elif damage == "short archive":
         (directory / "some-dat.mat.gz").write_bytes(gzip.compress(dat.read_bytes())[:-20])
         dat.unlink()
+    elif damage.startswith("enormous"):
+        content = struct.pack("<5i", INTEGERS, 2, 10**6, 10**6, 1) + bytes(16)
+        cat.write_bytes(content)
+        if damage == "enormous archive":
+            (directory / "some-cat.mat.gz").write_bytes(gzip.compress(content))
+            cat.unlink()
+    elif damage == "negative":
+        cat.write_bytes(struct.pack("<5i", INTEGERS, 1, -1, 1, 1))
     else:
         cat.unlink()
 
@@ -111,11 +119,14 @@ def damaged(directory, damage):
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        ("short", DamagedFileError, "some-dat.mat cannot be read .*it ends before"),
+        ("short", DamagedFileError, "some-dat.mat has 8,211 bytes, which cannot hold"),
         ("short archive", DamagedFileError, "some-dat.mat.gz cannot be read .*ended before"),
         ("no matrix", DamagedFileError, "some-cat.mat begins with .* no matrix of NORB"),
         ("other count", DamagedFileError, "some-dat.mat is uint8 .* not 5 pairs of images"),
         ("no archive", DamagedFileError, "some-dat.mat.gz cannot be read .*ot a gzipped file"),
+        ("enormous", DamagedFileError, r"some-cat.mat has 36 bytes, which cannot hold the \(1000000, 1000000\)"),
+        ("enormous archive", DamagedFileError, "some-cat.mat.gz has .* bytes, which cannot hold"),
+        ("negative", DamagedFileError, "some-cat.mat has .* cannot hold"),
         ("missing", FileNotFoundError, "some-cat.mat.gz"),
     ],
 )

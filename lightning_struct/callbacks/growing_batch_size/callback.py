@@ -553,7 +553,7 @@ class GrowingBatchSize(Callback):
             del self.records[: MOST_RECORDS // 2 : 2]
 
     def _description(self) -> str:
-        """What was chosen, in one line; after the first step, in which estimators count their work."""
+        """The choices in one line, after the first step, in which estimators count their work."""
         measurement = self._active_fit.measurement
         measures = measurement.description()
         if self.schedule is not None:

@@ -27,7 +27,7 @@ class LayerDerivative(ABC):
 
     @abstractmethod
     def outputs(self) -> tuple[Tensor, ...]:
-        """What is returned; new tensors, which may be changed in place."""
+        """The outputs: new tensors, which may be changed in place."""
 
     @abstractmethod
     def pull_back(self, needed: Sequence[bool], cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -176,7 +176,7 @@ def _padding(layer: Any) -> tuple[int, ...] | None:
 
 
 class _Filtered(LayerDerivative):
-    """What a convolution returns for inputs (N, channels, ...), filters and a bias."""
+    """The outputs of a convolution for inputs (N, channels, ...), filters and a bias."""
 
     def __init__(self, options: dict[str, Any], inputs: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self._options, self._inputs, self._weight, self._bias = options, inputs, weight, bias

@@ -225,7 +225,7 @@ class BinaryCrossEntropy:
 
 
 def _of_one_output(outputs: Tensor, targets: Tensor) -> str:
-    """What to do where the targets lack the last dimension of the outputs, of size 1."""
+    """The remedy if the targets lack the last dimension of the outputs, of size 1."""
     return ": give targets of shape (n, 1), as by targets[:, None]" if outputs.shape == (*targets.shape, 1) else ""
 
 

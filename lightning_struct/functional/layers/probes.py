@@ -1,4 +1,4 @@
-"""What the layers of a network read, and what comes back to them, in one pass for given cotangents of its outputs."""
+"""Inputs and cotangents of a network's layers, in one pass for given cotangents of its outputs."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ class _Trial:
         return _same(self._run(self._weights, inputs), expected)
 
     def _run(self, weights: Mapping[str, Tensor], inputs: Tensor) -> Tensor | None:
-        """What the layer makes of the inputs; None for an error or no tensor, or if the call changes its state."""
+        """The outputs of the layer; None for an error or no tensor, or if the call changes its state."""
         twin = _twin(self._layer, weights, type(self._layer))
         before = _state(twin)
         outputs = _attempt(type(twin).forward, twin, inputs)
@@ -240,7 +240,7 @@ def _affine(matrix: Matrix) -> LayerKind:
 
 
 def _attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What the function returns; None where it fails: it runs code that may be anything."""
+    """The value of the function; None if it fails: it runs code that may be anything."""
     try:
         return function(*args, **kwargs)
     except Exception:  # noqa: BLE001

@@ -94,13 +94,13 @@ class Cell(ABC):
         return self.weights.bias_ih + self.weights.bias_hh
 
     def _tangents_by_inputs(self, of_inputs: Tensor | None, of_weights: CellTangents) -> Tensor:
-        """Those of W_ih x_t + b_ih, (T, N, gates·hidden), a new tensor."""
+        """Tangents of W_ih x_t + b_ih, (T, N, gates·hidden), a new tensor."""
         shape = (*self.inputs.shape[:2], self.weights.weight_ih.shape[0])
         found = _affine(self.inputs, of_weights.weight_ih, of_weights.bias_ih, shape)
         return found if of_inputs is None else found.add_(of_inputs @ self.weights.weight_ih.t())
 
     def _tangents_by_states(self, of_weights: CellTangents) -> Tensor:
-        """Those of W_hh h_{t-1} + b_hh while h_{t-1} stays, (T, N, gates·hidden), a new tensor."""
+        """Tangents of W_hh h_{t-1} + b_hh while h_{t-1} stays, (T, N, gates·hidden), a new tensor."""
         shape = (*self.inputs.shape[:2], self.weights.weight_hh.shape[0])
         return _affine(self.states[:-1], of_weights.weight_hh, of_weights.bias_hh, shape)
 

@@ -355,7 +355,7 @@ class _Rows:
         """Whether values (n_b, k) are those of a block. A single row is rounded otherwise than the whole batch."""
 
         def largest() -> float:
-            """Of the row that differs most."""
+            """The difference of the row that differs most."""
             difference = (values - block.view_as(values)).abs().flatten(1).amax(1)
             row = self._inputs.row(int(difference.argmax()))
             return largest_number(self.record.graph, params, self._buffers, row)
@@ -431,7 +431,7 @@ def _single_row(
     buffers: Parameters,
     tensors: list[Tensor],
 ) -> Tensor:
-    """What the module returns for one row of its inputs, (k,)."""
+    """The residuals of one row of the module's inputs, (k,)."""
     rows = [t[None] if dim == 0 else t for t, dim in zip(tensors, inputs.dims, strict=True)]
     returned = call_with(module, {**{key: b.clone() for key, b in buffers.items()}, **params}, inputs.args(rows))
     return residual_blocks(returned)[name].reshape(-1)

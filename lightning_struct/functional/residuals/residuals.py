@@ -73,7 +73,7 @@ class LeastSquares:
 
 
 def residual_blocks(returned: Any) -> dict[str, Tensor]:
-    """What a module returned as blocks (n_b, ...) by name; a tensor is the block ``"residual"``.
+    """Blocks (n_b, ...) by name that a module returned; a tensor is the block ``"residual"``.
 
     Raises:
         TypeError: neither a tensor nor a mapping of names to tensors of floating-point numbers; a loss.

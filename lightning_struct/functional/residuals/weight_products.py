@@ -101,7 +101,7 @@ class WeightProducts:
 
 
 def _rows_of(pull: Callable[..., Any], residuals: Tensor) -> Any:
-    """What ``pull`` gives for each residual."""
+    """The results of ``pull`` for each residual."""
     if len(residuals) == 1:
         return tree_map(lambda t: t[None], pull(torch.ones_like(residuals)))
     return vmap(pull)(torch.eye(len(residuals), dtype=residuals.dtype, device=residuals.device))
@@ -112,7 +112,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _ancestors_of_output(graph: Graph) -> set[Node]:
-    """What the output depends on. Recording leaves operations that nothing needs, where they work in place."""
+    """The operations that the output depends on; recording leaves in-place ones that nothing needs."""
     found: set[Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "output" or node in found:

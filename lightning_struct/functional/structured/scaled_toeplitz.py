@@ -69,7 +69,7 @@ def scaled_toeplitz_matmul(
 
 
 class _ParameterSpectra(NamedTuple):
-    """What a product and its derivatives need of the parameters: as small as these.
+    """Spectra of the parameters for a product and its derivatives: as small as these.
 
     Args:
         sides: of A and G, and of B and H.
@@ -90,7 +90,7 @@ class _ParameterSpectra(NamedTuple):
 
     @staticmethod
     def of(parameters: Sequence[Tensor]) -> _ParameterSpectra:
-        """What G, H and the operators come to."""
+        """The spectra of G, H and the operators."""
         sides = [GeneratorSpectra.of(*side) for side in by_side(parameters)]
         a, b = (scale for side in sides for scale in side.scale.unbind())
         left, right = (spectra for side in sides for spectra in side.spectra.unbind())

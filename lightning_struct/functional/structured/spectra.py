@@ -319,7 +319,7 @@ def parts(tensor: Tensor, size: int) -> Sequence[Tensor]:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """What :func:`parts` has parted."""
+    """The inverse of :func:`parts`."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 

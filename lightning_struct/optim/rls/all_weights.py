@@ -164,7 +164,7 @@ class StepNorms:
         return all(map(math.isfinite, [*self.gradients.values(), *self.means.values()]))
 
     def of(self, weight: TrainedWeight) -> WeightNorms:
-        """Those of one weight."""
+        """The norms of one weight."""
         gradients = [self.gradients[p] for p in weight.parameters if p in self.gradients]
         return WeightNorms(self.thetas[weight], math.hypot(*gradients))
 

@@ -100,7 +100,7 @@ def joined_samples(samples: Sequence[Sample]) -> Sample:
 
 @dataclass(frozen=True, eq=False)
 class Gain:
-    """What the largest eigenvalue of G is estimated from.
+    """The products from which the largest eigenvalue of G is estimated.
 
     Attributes:
         inverse: P.

@@ -227,7 +227,7 @@ class Membership:
         groups += self.auxiliary.param_groups
 
     def _factory_for(self, parameters: Iterable[str]) -> AuxiliaryFactory:
-        """What makes the auxiliary optimizer; an error that names these parameters where nothing does."""
+        """The factory of the auxiliary optimizer; an error that names these parameters if there is none."""
         if self._factory is None:
             raise ValueError(
                 f"RLS does not train {', '.join(map(plain_name, parameters))}: give auxiliary=functools.partial("

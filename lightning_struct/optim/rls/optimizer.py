@@ -369,7 +369,7 @@ class RLS(torch.optim.Optimizer):
     # --- groups ------------------------------------------------------------------------------------------------------
 
     def _take_in_unfrozen(self) -> None:
-        """What the recorder calls where a layer has parameters that are not trained yet."""
+        """Take in a layer with parameters that are not trained yet; the recorder calls this."""
         self._membership.take_in_unfrozen(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

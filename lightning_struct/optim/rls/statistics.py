@@ -1,4 +1,4 @@
-"""What the layers of a weight read since the last step: sums of rows, their numbers, and samples of them."""
+"""Statistics of a weight's inputs since the last step: sums of rows, their numbers, and samples of them."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class Statistics:
 
     @property
     def samples_seen(self) -> float:
-        """Those that the loss is averaged over: a use reads one row of each, or a sequence of rows."""
+        """Number of samples that the loss is averaged over: a use reads one row of each, or a sequence of rows."""
         return self.counts[self.groups + 1] or self.counts[0]
 
     @property

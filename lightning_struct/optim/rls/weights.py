@@ -105,7 +105,7 @@ class TrainedWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of P and of the step: the parameter's, float32 at least."""
+        """The dtype of P and of the step: the parameter's, float32 at least."""
         dtype = self.parameter.dtype
         return dtype if dtype.itemsize >= torch.float32.itemsize else torch.float32
 

@@ -1,4 +1,4 @@
-"""What SHF warns of, and the modules that it refuses."""
+"""Warnings of SHF, and its refusals of modules."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ class SHF(torch.optim.Optimizer):
 
     @property
     def loss(self) -> GaussNewtonLoss | LeastSquares:
-        """What is minimised; another one of its kind, or its name, may take its place.
+        """The loss that is minimised; another one of its kind, or its name, may take its place.
 
         Raises:
             ValueError: an unknown name, or a loss of the other kind (outputs, residuals).

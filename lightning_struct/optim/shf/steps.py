@@ -77,7 +77,7 @@ class Steps(ABC):
 
     @abstractmethod
     def solver(self, now: StepState, model: Any) -> Any:
-        """What the model is solved with: its preconditioner, or its factors."""
+        """The solver of the model: its preconditioner, or its factors."""
 
     @abstractmethod
     def search(self, now: StepState, model: Any, solver: Any) -> Update:

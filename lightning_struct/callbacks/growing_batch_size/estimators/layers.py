@@ -202,7 +202,7 @@ class SampleGradients(GradientEstimator):
         self._unmeasured = {optimizers[i] for i in state["unmeasured"] if i < len(optimizers)}
 
     def _measured(self) -> dict[nn.Parameter, ParameterNorms]:
-        """What was measured of the gradients that there are: Lightning clears all of them before a validation."""
+        """Measurements of the present gradients: Lightning clears all of them before a validation."""
         return {norms.parameter: norms for norms in self._recorder.results() if norms.parameter.grad is not None}
 
     def _reduced(

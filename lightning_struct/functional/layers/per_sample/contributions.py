@@ -46,7 +46,7 @@ class Cost(NamedTuple):
 
     @staticmethod
     def of_product(positions: int, width: int, height: int) -> Cost:
-        """Of a matrix product at so many positions, the exact norm by Gram matrices or not."""
+        """The cost of a matrix product at so many positions, its norm by Gram matrices if that is cheaper."""
         both, product = positions * (width + height), positions * width * height
         return Cost(min(positions * both, product), 3 * product, both)
 
@@ -244,7 +244,7 @@ class Lookup(Contribution):
         return rows.new_zeros(self.samples).index_add_(0, samples, row_norms(rows))
 
     def rows_by_sample(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each row of a share in which something is: the sample (k,), the row of the table (k,), and it (k, d)."""
+        """The rows of a share that are not empty: their samples (k,), their rows in the table (k,), and they (k, d)."""
         offsets = self.table_rows * torch.arange(self.samples, device=self.indices.device)[:, None]
         keys, inverse = torch.unique(self.indices + offsets, return_inverse=True)
         delta = at_least_float32(self.cotangents)

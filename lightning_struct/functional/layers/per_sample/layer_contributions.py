@@ -116,7 +116,7 @@ def contributions_by_vmap(call: LayerCall) -> dict[str, Contribution]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the n samples are in a tensor: their ``dimension``, in which each has so many consecutive ``rows``."""
+    """The place of n samples in a tensor: their ``dimension``, in which each has so many consecutive ``rows``."""
 
     samples: int
     dimension: int = 0
@@ -370,7 +370,7 @@ def _embedding(call: LayerCall) -> dict[str, Contribution]:
 
 
 def _convolution(call: LayerCall) -> dict[str, Contribution]:
-    """Of a transposed one the weight has the gradient of a convolution's that reads the cotangents, of the inputs."""
+    """Contributions of a transposed convolution: the gradient of one that reads the cotangents, of the inputs."""
     layer, inputs, delta, pads = call.layer, call.input, call.cotangent, padding(call.layer)
     transposed = _base(layer) in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     if layer.padding_mode != "zeros":

@@ -252,7 +252,7 @@ def _shares(
     layout: _SequenceLayout,
     samples: Samples,
 ) -> dict[str, Contribution]:
-    """Of the weights and biases of a cell whose names end so, from the cotangents of its states and pre-activations."""
+    """Contributions of the weights and biases whose names end so, from cotangents of states and pre-activations."""
     uses = {
         "ih": (cell.inputs, deltas[0]),
         "hh": (cell.states[:-1], deltas[1]),

@@ -303,7 +303,7 @@ def _everywhere(holds: bool, device: torch.device) -> bool:
 
 
 def _memory_of_products(model: ResidualModel, form: JacobianForm | None, maxiter: int) -> dict[str, tuple[int, str]]:
-    """What J takes beside the solver's bases; more than there is where it is beyond its bound, or has no form."""
+    """Bytes of J and of the solver's bases; more than there are if J is beyond its bound, or has no form."""
     element, rows, columns = model.residual.element_size(), len(model.residual), len(model.weights.vector)
     size = sys.maxsize if form is None else form.numbers * element
     steps = min(maxiter, model.rows, columns)
@@ -314,7 +314,7 @@ def _memory_of_products(model: ResidualModel, form: JacobianForm | None, maxiter
 
 
 def _memory_of_exact(model: ResidualModel) -> tuple[str, dict[str, tuple[int, str]], torch.device, str]:
-    """What :func:`~lightning_struct.optim.memory.check_memory` is asked."""
+    """Arguments of :func:`~lightning_struct.optim.memory.check_memory` for the exact solver."""
     rows, columns, form = model.rows, len(model.weights.vector), model.form_for_gram
     size = model.residual.element_size()
     matrix, side = size * len(model.residual) * columns, size * min(rows, columns) ** 2

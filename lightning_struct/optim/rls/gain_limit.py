@@ -4,7 +4,7 @@ P starts at the identity and shrinks along mean inputs alone, so that nothing in
 other directions. By the step θ ← θ - ∇P the outputs of a weight for the rows X that it has just read change by -G times
 the gradient in the outputs, where::
 
-    G = (T/r) X P Xᵀ        r rows, T uses of the weight, in ``sequence_layers`` times the mean length of sequences
+    G = (T/r) X P Xᵀ        r rows, T uses of the weight
 
 Where the loss is the squared error of these outputs, averaged over the rows of a use, the step overshoots as soon as an
 eigenvalue of G exceeds 2, and diverges. (Where it is summed over the positions of a sample, T of them, so is G. The

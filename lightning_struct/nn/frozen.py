@@ -232,6 +232,7 @@ class FrozenLinear(nn.Module):
         super()._apply(fn, recurse)
         self.dtype = fn(torch.empty(1, dtype=self.dtype)).dtype
         restore_precision(self, before)
+        self._matrix = _with_buffers_of(self, self._matrix)  # else the tensors of the old dtype and device stay
         return self
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,0 +1,507 @@
+"""All that can be learned about this package on a GPU in eight minutes, by one command.
+
+    python benchmarks/gpu.py [--device cpu] [--short] [--parts agreement steps ...] [--file results/gpu.jsonl]
+    python benchmarks/gpu.py --table FILE
+
+It needs the repository and its packages, and no data. Each part runs in a process of its own with a limit of time, and
+appends every result to the file as soon as it has it, so that a run which is cut off is worth something:
+
+    tests       the quick tests that run on a GPU if there is one
+    agreement   ten steps on the device against the CPU, in float64 and float32; bf16-mixed; a resumed run; DDP
+    steps       seconds and host synchronisations of a step beside Adam's
+    layers      forward pass and training step of structured layers against nn.Linear
+    equations   Poisson's and Burgers' equations by SHF on residuals in float64
+    language    a transformer of 14 million weights: seconds of a step over the batch; a growing batch beside fixed ones
+
+``--short`` tries each part on small sizes in seconds; with ``--device cpu`` nothing needs a GPU. ``--table`` prints the
+results of a file in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import harness
+from least_squares import PROBLEMS, Residuals
+from lightning_struct import GrowingBatchSize, RLSOptimization, SHFOptimization
+from lightning_struct.data.points import PointDraws
+from lightning_struct.functional import LeastSquares
+from lightning_struct.models.pinn import TanhNetwork
+from lightning_struct.nn import LDRSubdiagonal, Monarch, ToeplitzLike
+from lightning_struct.optim import RLS, SHF
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMITS = {"tests": 90, "agreement": 80, "steps": 50, "layers": 70, "equations": 70, "language": 120}  # seconds
+STRUCTURED = {"LDRSubdiagonal": LDRSubdiagonal, "ToeplitzLike": ToeplitzLike, "Monarch": Monarch}
+Result = dict[str, Any]
+Step = Callable[[], object]
+
+
+# --- what the parts measure -------------------------------------------------------------------------------------------
+
+
+def network(dtype: torch.dtype = torch.float32, width: int = 64, outputs: int = 10) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, width), nn.Tanh(), nn.Linear(width, outputs)).to(dtype)
+
+
+def batch(dtype: torch.dtype, samples: int = 256) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, targets of a regression, and classes; the same on every device."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 20, generator=generator, dtype=torch.float64)
+    targets = torch.tanh(inputs[:, :10] + 0.5 * inputs[:, 10:])
+    return inputs.to(dtype), targets.to(dtype), targets.argmax(1)
+
+
+class Fit(nn.Module):
+    """Residuals of a regression."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self.net(inputs) - targets
+
+
+def by_shf(module: nn.Module, loss: str, inputs: Tensor, targets: Tensor, **options: Any) -> Step:
+    optimizer = SHF(module, loss, **options)
+    return lambda: optimizer.step(inputs=inputs, targets=targets)
+
+
+def by_residuals(module: nn.Module, inputs: Tensor, targets: Tensor) -> Step:
+    optimizer = SHF(Fit(module), "least_squares")
+    return lambda: optimizer.step(inputs=(inputs, targets))
+
+
+def by_gradients(
+    module: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Tensor, Tensor], Tensor], *data: Tensor
+) -> Step:
+    inputs, targets = data
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(module(inputs), targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def half_squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return 0.5 * (outputs - targets).square().sum(1).mean()
+
+
+def ways(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, nn.Module, Step]]:
+    """The module that each optimizer or layer trains, and its step.
+
+    SHF has the Fisher diagonal or no preconditioner: the random signs of the others differ between devices.
+    """
+    inputs, targets, classes = (t.to(device) for t in batch(dtype))
+    for name, options in {
+        "SHF, mse": {"preconditioner": None},
+        "SHF, mse, LSMR": {"preconditioner": None, "solver": "lsmr"},
+        "SHF, mse, Fisher": {"preconditioner": "fisher"},
+    }.items():
+        module = network(dtype).to(device)
+        yield name, module, by_shf(module, "mse", inputs, targets, **options)
+    module = network(dtype).to(device)
+    yield "SHF, cross-entropy", module, by_shf(module, "cross_entropy", inputs, classes, preconditioner=None)
+    module = network(dtype).to(device)
+    yield "SHF, least squares", module, by_residuals(module, inputs, targets)
+    module = network(dtype).to(device)
+    yield "RLS", module, by_gradients(module, RLS(module), half_squares, inputs, targets)
+    module = network(dtype).to(device)
+    hybrid = RLS(module, exclude=[module[2]], auxiliary=partial(torch.optim.Adam, lr=1e-3))
+    yield "HRLS", module, by_gradients(module, hybrid, nn.functional.cross_entropy, inputs, classes)
+    for name, layer in STRUCTURED.items():
+        torch.manual_seed(0)
+        module = nn.Sequential(layer(20, 20), nn.Tanh(), nn.Linear(20, 10)).to(dtype).to(device)
+        optimizer = torch.optim.SGD(module.parameters(), 0.05)
+        yield name, module, by_gradients(module, optimizer, half_squares, inputs, targets)
+
+
+class Task(L.LightningModule):
+    """A regression in a Trainer; mixins come before it."""
+
+    def __init__(self, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.net, self.make, self.losses = network(), make, []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)
+
+    def training_step(self, data: list[Tensor], index: int) -> Tensor:
+        loss = half_squares(self(data[0]), data[1])
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make(self.net)
+
+
+class SHFTask(SHFOptimization, Task):
+    """The same by SHF."""
+
+
+class RLSTask(RLSOptimization, Task):
+    """The same by RLS."""
+
+
+def trainer(device: torch.device, **options: Any) -> L.Trainer:
+    accelerator = "gpu" if device.type == "cuda" else device.type
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return L.Trainer(accelerator=accelerator, devices=1, enable_model_summary=False, **{**quiet, **options})
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(step: Step, device: torch.device, limit: float) -> float:
+    """The median time of a step, from as many as fit into ``limit`` seconds; the first three do not count."""
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < 6 or (time.perf_counter() - begin < limit and len(times) < 100):
+        start = time.perf_counter()
+        step()
+        wait(device)
+        times.append(time.perf_counter() - start)
+    return sorted(times[3:])[(len(times) - 3) // 2]
+
+
+def synchronisations_of(step: Step, device: torch.device) -> int | None:
+    """How often the host waits for the device in a step; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def gpu_tests(device: torch.device, short: bool) -> Iterator[Result]:
+    """The tests that a GPU runs and a CPU skips."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-k", "cuda or gpu or device"]
+    folders = ["tests/nn/test_structured.py"] if short else ["tests/nn", "tests/functional", "tests/optim"]
+    done = subprocess.run([*command, *folders], check=False, cwd=ROOT, capture_output=True, text=True)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    yield {"case": "tests", "result": done.stdout.strip().splitlines()[-1], "failed": failed}
+
+
+def agreement(device: torch.device, short: bool) -> Iterator[Result]:
+    """The largest difference between device and CPU after ten steps, over the largest weight."""
+    steps = 2 if short else 10
+    for dtype in (torch.float64, torch.float32):
+        here, there = ways(torch.device("cpu"), dtype), ways(device, dtype)
+        for (name, module, step), (_, other, other_step) in zip(here, there, strict=True):
+            for _ in range(steps):
+                step()
+                other_step()
+            pairs = list(zip(module.parameters(), other.parameters(), strict=True))
+            largest = max(float((p - q.cpu()).abs().max()) for p, q in pairs)
+            yield {"case": f"{name}, {dtype}", "difference": largest / max(float(p.abs().max()) for p, _ in pairs)}
+    inputs, targets, _ = batch(torch.float32)
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=64)
+    tasks: dict[str, Callable[[], Task]] = {
+        "SHF": lambda: SHFTask(lambda net: SHF(net, "mse")),
+        "RLS": lambda: RLSTask(RLS),
+        "GrowingBatchSize": lambda: Task(lambda net: torch.optim.Adam(net.parameters(), 1e-2)),
+    }
+    for name, make in tasks.items():
+        callbacks = [GrowingBatchSize(schedule="256:128")] if name == "GrowingBatchSize" else []
+        for how, options in {"bf16-mixed": {"precision": "bf16-mixed"}, "DDP": {"strategy": "ddp"}}.items():
+            task = make()
+            before = float(half_squares(task(inputs), targets))
+            trainer(device, max_epochs=2, callbacks=copy.deepcopy(callbacks), **options).fit(task, loader)
+            task.to("cpu")
+            yield {"case": f"{name}, {how}", "loss": [before, float(half_squares(task(inputs), targets))]}
+        yield {"case": f"{name}, resumed", "equal": resumed_equals_whole(device, make, callbacks, loader)}
+
+
+def resumed_equals_whole(
+    device: torch.device, make: Callable[[], Task], callbacks: list[L.Callback], loader: DataLoader[Any]
+) -> bool:
+    """Whether a run that is stopped after two of four epochs and resumed ends with the same bits."""
+    whole, first, second = make(), make(), make()
+    trainer(device, max_epochs=4, callbacks=copy.deepcopy(callbacks)).fit(whole, loader)
+    with tempfile.TemporaryDirectory() as folder:
+        half = trainer(device, max_epochs=2, callbacks=copy.deepcopy(callbacks))
+        half.fit(first, loader)
+        half.save_checkpoint(f"{folder}/half.ckpt")
+        rest = trainer(device, max_epochs=4, callbacks=copy.deepcopy(callbacks))
+        rest.fit(second, loader, ckpt_path=f"{folder}/half.ckpt")
+    pairs = zip(whole.parameters(), second.parameters(), strict=True)
+    return all(torch.equal(p.cpu(), q.cpu()) for p, q in pairs)
+
+
+def steps(device: torch.device, short: bool) -> Iterator[Result]:
+    """Time and waiting of a step on 4,096 samples, for networks of 64 and 1,024 units."""
+    samples, limit = (64, 0.1) if short else (4096, 1.0)
+    for width in (64,) if short else (64, 1024):
+        inputs, targets, classes = (t.to(device) for t in batch(torch.float32, samples))
+
+        def made(
+            make: Callable[[nn.Module], torch.optim.Optimizer], width: int = width, data: Any = (inputs, targets)
+        ) -> Step:
+            module = network(width=width).to(device)
+            return by_gradients(module, make(module), half_squares, *data)
+
+        module = partial(lambda width: network(width=width).to(device), width)
+        for name, step in {
+            "Adam": made(lambda net: torch.optim.Adam(net.parameters(), 1e-3)),
+            "RLS": made(RLS),
+            "SHF, mse": by_shf(module(), "mse", inputs, targets),
+            "SHF, mse, LSMR": by_shf(module(), "mse", inputs, targets, solver="lsmr"),
+            "SHF, cross-entropy": by_shf(module(), "cross_entropy", inputs, classes),
+            "SHF, least squares": by_residuals(module(), inputs[:256], targets[:256]),
+        }.items():
+            seconds = seconds_of(step, device, limit)
+            yield {
+                "case": f"{name}, {width} units",
+                "milliseconds": 1e3 * seconds,
+                "synchronisations": synchronisations_of(step, device),
+            }
+
+
+def layers(device: torch.device, short: bool) -> Iterator[Result]:
+    """Milliseconds of forward pass and training step on 256 rows."""
+    sizes, rows, limit = ((64,), 8, 0.05) if short else ((1024, 2048, 4096, 8192, 16384), 256, 0.15)
+    kinds = {"fp32": (torch.float32, False), "tf32": (torch.float32, True), "bf16": (torch.bfloat16, True)}
+    for size in sizes:
+        for kind, (dtype, tf32) in kinds.items():
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+            for name, make in {"nn.Linear": nn.Linear, **STRUCTURED}.items():
+                for compiled in (False,) if short or kind == "tf32" or size > 4096 else (False, True):
+                    case = f"{name}, {size}, {kind}{', compiled' if compiled else ''}"
+                    try:
+                        yield {"case": case, **layer_times(make(size, size), rows, dtype, device, compiled, limit)}
+                    except (RuntimeError, TypeError, ValueError) as error:
+                        yield {"case": case, "error": str(error).partition("\n")[0]}
+
+
+def layer_times(
+    layer: nn.Module, rows: int, dtype: torch.dtype, device: torch.device, compiled: bool, limit: float
+) -> Result:
+    layer = layer.to(device)
+    inputs = torch.randn(rows, layer.in_features, device=device)
+    run = torch.compile(layer) if compiled else layer
+
+    def forward() -> Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            return run(inputs)
+
+    def train() -> None:
+        forward().float().square().sum().backward()
+        layer.zero_grad()
+
+    with torch.no_grad():
+        forward_seconds = seconds_of(forward, device, limit)
+    return {"forward": 1e3 * forward_seconds, "training": 1e3 * seconds_of(train, device, limit)}
+
+
+def equations(device: torch.device, short: bool) -> Iterator[Result]:
+    """The error of the solution over seconds, 30 for each equation."""
+    for name in ("poisson2d", "burgers"):
+        problem = PROBLEMS[name]
+        equation = problem.equation()
+        torch.manual_seed(0)
+        net = TanhNetwork(equation.domain.dimension, problem.hidden_sizes).double().to(device)
+        optimizer = SHF(Residuals(equation, net), LeastSquares())
+        draws = PointDraws(equation.regions, problem.counts, draws_per_epoch=1, redraw_every_n_steps=1)
+        where = equation.domain.sample(5000, torch.Generator().manual_seed(1))
+        right = equation.solution(where)
+        begin, step = time.perf_counter(), 0
+        while time.perf_counter() - begin < (2 if short else 30):
+            points = draws.draw(step // 5 if problem.redrawn else 0)
+            optimizer.step(inputs={block: p.to(device) for block, p in points.items()})
+            step += 1
+        wait(device)
+        with torch.no_grad():
+            error = float((net(where.to(device)).cpu() - right).norm() / right.norm())
+        yield {"case": problem.title, "steps": step, "seconds": time.perf_counter() - begin, "error": error}
+
+
+class Characters(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of this repository's own text."""
+
+    def __init__(self, length: int, part: slice) -> None:
+        files = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("lightning_struct/**/*.py")])
+        text = b"".join(file.read_bytes() for file in files)
+        every_tenth = [text[i : i + 10_000] for i in range(0, len(text), 10_000)][part]
+        self.text, self.length = torch.frombuffer(bytearray(b"".join(every_tenth)), dtype=torch.uint8), length
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        window = self.text[index * self.length : (index + 1) * self.length + 1].long()
+        return window[:-1], window[1:]
+
+
+class Transformer(L.LightningModule):
+    """A decoder of bytes."""
+
+    def __init__(self, width: int, depth: int, length: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(width, 6, 4 * width, 0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.embedding, self.positions = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.head = nn.Linear(width, 256)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+        return self.head(self.blocks(self.embedding(inputs) + self.positions(positions), self.mask, is_causal=True))
+
+    def loss(self, data: list[Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self(data[0]).flatten(0, 1), data[1].flatten())
+
+    def training_step(self, data: list[Tensor], index: int) -> Tensor:
+        return self.loss(data)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 5e-4)
+
+
+def language(device: torch.device, short: bool) -> Iterator[Result]:
+    """Seconds of a step over the batch, then the loss after 25 s of batches of 16, of 256, and growing from 16."""
+    width, depth, length, limit = (24, 1, 32, 1) if short else (384, 8, 256, 25)
+    train, held_out = Characters(length, slice(1, None)), Characters(length, slice(0, 8))
+    for size in (2, 4) if short else (8, 16, 32, 64, 128, 256, 512):
+        model = Transformer(width, depth, length).to(device)
+        data = [t.to(device) for t in next(iter(DataLoader(train, batch_size=size)))]
+        optimizer = model.configure_optimizers()
+
+        def step(model: Transformer = model, data: Any = data, optimizer: Any = optimizer) -> None:
+            with torch.autocast(device.type, dtype=torch.bfloat16):
+                loss = model.loss(data)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        yield {"case": f"a step on {size} windows", "milliseconds": 1e3 * seconds_of(step, device, limit / 20)}
+    small, large = (2, 8) if short else (16, 256)
+    for name, size, callbacks in (
+        (f"batches of {small}", small, []),
+        (f"batches of {large}", large, []),
+        (f"growing from {small}", small, [GrowingBatchSize(large, scale_lr="sqrt")]),
+    ):
+        model = Transformer(width, depth, length)
+        options = {"precision": "bf16-mixed", "max_time": {"seconds": limit}, "max_epochs": -1}
+        run = trainer(device, callbacks=callbacks, **options)
+        loader = DataLoader(train, batch_size=size, shuffle=True, drop_last=True)
+        run.fit(model, loader)
+        model.to(device).eval()
+        with torch.no_grad():
+            losses = [model.loss([t.to(device) for t in data]) for data in DataLoader(held_out, batch_size=32)]
+        yield {
+            "case": name,
+            "steps": run.global_step,
+            "validation_loss": float(torch.stack(losses).mean()),
+            "batch_size": run.callback_metrics.get("batch_size", torch.tensor(float(size))).item(),
+        }
+
+
+PARTS: dict[str, Callable[[torch.device, bool], Iterator[Result]]] = {
+    "tests": gpu_tests,
+    "agreement": agreement,
+    "steps": steps,
+    "layers": layers,
+    "equations": equations,
+    "language": language,
+}
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def run_part(part: str, device: torch.device, short: bool, file: Path) -> None:
+    """Run a part in this process, and append its results to the file."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_struct"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    with file.open("a") as results:
+        for result in PARTS[part](device, short):
+            results.write(json.dumps({"part": part, **result, "machine": harness.machine()}) + "\n")
+            results.flush()
+
+
+def print_table(file: Path) -> None:
+    """The results of a file in Markdown."""
+    runs = [json.loads(line) for line in file.read_text().splitlines()]
+    harness.print_machines(runs)
+    for part in dict.fromkeys(run["part"] for run in runs):
+        print(f"\n{part}\n\n| case | result |\n|---|---|")
+        for run in runs:
+            if run["part"] == part:
+                shown = ", ".join(
+                    f"{key.replace('_', ' ')} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
+                    for key, value in run.items()
+                    if key not in ("part", "case", "machine") and value not in (None, [])
+                )
+                print(f"| {run['case']} | {shown} |")
+
+
+def main() -> None:
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--short", action="store_true", help="small sizes, to try the script")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--file", type=Path, default=Path("results/gpu.jsonl"))
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print the results of a file, and run nothing")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.table is not None:
+        print_table(given.table)
+        return
+    if given.part is not None:
+        run_part(given.part, torch.device(given.device), given.short, given.file)
+        return
+    given.file.parent.mkdir(parents=True, exist_ok=True)
+    given.file.unlink(missing_ok=True)
+    for part in given.parts:
+        command = [sys.executable, __file__, "--part", part, "--device", given.device, "--file", str(given.file)]
+        command += ["--short"] if given.short else []
+        begin, problem = time.perf_counter(), None
+        limit = 300 if given.short else LIMITS[part]
+        try:
+            done = subprocess.run(command, check=False, timeout=limit, capture_output=True, text=True)
+            if done.returncode:
+                problem = done.stderr.strip().splitlines()[-1]
+        except subprocess.TimeoutExpired:
+            problem = f"stopped after {limit} s"
+        print(f"{part}: {time.perf_counter() - begin:.0f} s{f', {problem}' if problem else ''}", file=sys.stderr)
+        if problem:
+            with given.file.open("a") as results:
+                results.write(json.dumps({"part": part, "case": "the part itself", "problem": problem}) + "\n")
+    print_table(given.file)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,8 +15,9 @@ from lightning_struct.collective import all_reduce_together, world_size
 from lightning_struct.functional.checks import NotFinite
 from lightning_struct.functional.layers.registry import plain_name
 from lightning_struct.functional.torch_tools import norms_of_each
-from lightning_struct.optim.rls.gain_limit import GainLimit, largest_gains
-from lightning_struct.optim.rls.weights import TrainedWeight, WeightNorms
+from lightning_struct.optim.memory import check_memory
+from lightning_struct.optim.rls.gain_limit import largest_gains
+from lightning_struct.optim.rls.weights import TrainedWeight
 
 # The states of weights by their names, of those that have one.
 States: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -24,12 +25,6 @@ States: TypeAlias = Mapping[str, Mapping[str, Any]]
 _STEPPED = "version_stepped_by_rls"
 # The error of RLS.exact under torch.distributed.
 ROWS_OF_PROCESSES = "RLS.exact reads every row in one process, and there are several: train in one, or use RLS(...)"
-
-
-def forget_statistics(weights: Iterable[TrainedWeight]) -> None:
-    """Drop what was read since the last step, as far as gradients have come of it."""
-    for weight in weights:
-        weight.statistics.reset()
 
 
 def mean_inputs(weights: Iterable[TrainedWeight], states: States) -> dict[TrainedWeight, Tensor]:
@@ -41,11 +36,11 @@ def mean_inputs(weights: Iterable[TrainedWeight], states: States) -> dict[Traine
     means = {}
     for weight in weights:
         gradients = [parameter.grad for parameter in weight.parameters if parameter.grad is not None]
+        of_last_step = all(getattr(gradient, _STEPPED, None) == gradient._version for gradient in gradients)
         if gradients and weight.statistics.total is not None:
             means[weight] = weight.statistics.mean()
-            continue
         # Gradients may be filled with zeros without a call, and Lightning's SWA steps once without a backward pass.
-        if any(gradient.any() for gradient in gradients) and not all(map(is_of_last_step, gradients)):
+        elif not of_last_step and any(gradient.any() for gradient in gradients):
             raise ValueError(
                 f"RLS step {_coming_step([weight], states)}: {weight.name} has a gradient, but its layer was not seen "
                 "to read anything since the last step. Either its weight is used without calling the layer, or the "
@@ -56,13 +51,8 @@ def mean_inputs(weights: Iterable[TrainedWeight], states: States) -> dict[Traine
     return means
 
 
-def is_of_last_step(gradient: Tensor) -> bool:
-    """Whether a step was made with this gradient, and nobody has written to it since."""
-    return getattr(gradient, _STEPPED, None) == gradient._version
-
-
 def mark_as_stepped(gradients: Iterable[Tensor]) -> None:
-    """Let :func:`is_of_last_step` hold of these gradients."""
+    """Note that a step was made with these gradients, for a next step before anybody writes to them."""
     for gradient in gradients:
         setattr(gradient, _STEPPED, gradient._version)
 
@@ -95,8 +85,8 @@ def _coming_step(weights: Iterable[TrainedWeight], states: States) -> int:
     return 1 + max((states.get(weight.name, {}).get("steps", 0) for weight in weights), default=0)
 
 
-def gain_limits(states: Mapping[TrainedWeight, dict[str, Any]], max_gain: float) -> dict[TrainedWeight, GainLimit]:
-    """The limits of the gain of each weight's coming step, but of those whose gain is small for sure.
+def gains_to_limit(states: Mapping[TrainedWeight, dict[str, Any]], max_gain: float) -> dict[TrainedWeight, Tensor]:
+    """The largest gain of each weight's coming step, but of those whose gain is small for sure.
 
     Args:
         states: of the weights that step together.
@@ -106,7 +96,7 @@ def gain_limits(states: Mapping[TrainedWeight, dict[str, Any]], max_gain: float)
     # Waiting for a device would cost more than it saves; processes must go on together.
     if world_size() == 1 and all(weight.parameter.device.type == "cpu" for weight in states):
         gains = {w: g for w, g in gains.items() if w.settings.forgetting < 1 or g.trace() > max_gain}
-    return {weight: GainLimit(gain, max_gain, len(states)) for weight, gain in largest_gains(gains).items()}
+    return largest_gains(gains)
 
 
 def reduce_statistics(weights: Sequence[TrainedWeight]) -> None:
@@ -118,16 +108,12 @@ def reduce_statistics(weights: Sequence[TrainedWeight]) -> None:
     if any(weight.form.by_rows for weight in weights):
         raise ValueError(ROWS_OF_PROCESSES)
     dtype = max((weight.dtype for weight in weights), key=lambda dtype: dtype.itemsize)
-    totals = [
-        weight.parameter.new_zeros(weight.groups, weight.features, dtype=weight.dtype)
-        if weight.statistics.total is None
-        else weight.statistics.total
-        for weight in weights
+    own = [
+        w.parameter.new_zeros(w.groups, w.features, dtype=w.dtype) if w.statistics.total is None else w.statistics.total
+        for w in weights
     ]
-    counts = torch.tensor(
-        [count for weight in weights for count in weight.statistics.counts], dtype=dtype, device="cpu"
-    )
-    *totals, counts = all_reduce_together([*totals, counts])
+    counts = torch.tensor([n for weight in weights for n in weight.statistics.counts], dtype=dtype, device="cpu")
+    *totals, counts = all_reduce_together([*own, counts])
     numbers = iter(counts.tolist())
     for weight, total in zip(weights, totals, strict=True):
         statistics = weight.statistics
@@ -150,23 +136,18 @@ class StepNorms:
     means: Mapping[TrainedWeight, float]
     thetas: Mapping[TrainedWeight, float]
 
-    @property
-    def total(self) -> float:
-        """The norm of all gradients together."""
-        return math.hypot(*self.gradients.values())
-
     def clip_coefficient(self, max_norm: float | None) -> float:
         """Factor that brings the norm of all gradients together to ``max_norm`` if it is above; None is no bound."""
-        return 1.0 if max_norm is None else min(max_norm / (self.total + 1e-6), 1.0)
+        total = math.hypot(*self.gradients.values())
+        return 1.0 if max_norm is None else min(max_norm / (total + 1e-6), 1.0)
 
     def is_finite(self) -> bool:
         """Whether there is neither NaN nor infinity in gradients and mean inputs."""
         return all(map(math.isfinite, [*self.gradients.values(), *self.means.values()]))
 
-    def of(self, weight: TrainedWeight) -> WeightNorms:
-        """The norms of one weight."""
-        gradients = [self.gradients[p] for p in weight.parameters if p in self.gradients]
-        return WeightNorms(self.thetas[weight], math.hypot(*gradients))
+    def gradient_of(self, weight: TrainedWeight) -> float:
+        """The norm of the gradients of a weight and its biases together."""
+        return math.hypot(*(self.gradients[p] for p in weight.parameters if p in self.gradients))
 
 
 def step_norms(parameters: Iterable[nn.Parameter], means: Mapping[TrainedWeight, Tensor]) -> StepNorms:
@@ -185,18 +166,15 @@ def step_norms(parameters: Iterable[nn.Parameter], means: Mapping[TrainedWeight,
     }
     parts = {weight: weight.theta_parts() for weight in means}
     tensors = [*gradients.values(), *means.values(), *(part for those in parts.values() for part in those)]
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    alike: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = defaultdict(dict)
     for place, tensor in enumerate(tensors):
-        alike[tensor.device, tensor.dtype].append(place)
-    of_alike = []
-    for (_, dtype), places in alike.items():
-        precision = torch.float32 if dtype.itemsize < 4 else None
-        of_alike.append(torch.stack(norms_of_each([tensors[place] for place in places], precision)))
-    if not of_alike:
-        return StepNorms({}, {}, {})
-    widest = max((those.dtype for those in of_alike), key=lambda dtype: dtype.itemsize)
-    numbers = torch.cat([those.to(of_alike[0].device, widest) for those in of_alike]).tolist()
-    of_place = dict(zip((place for places in alike.values() for place in places), numbers, strict=True))
+        alike[tensor.device, tensor.dtype][place] = tensor
+    norms_of = [
+        torch.stack(norms_of_each(list(some.values()), torch.float32 if dtype.itemsize < 4 else None))
+        for (_, dtype), some in alike.items()
+    ]
+    numbers = torch.cat([norms.to(norms_of[0].device) for norms in norms_of]).tolist() if norms_of else []
+    of_place = dict(zip((place for some in alike.values() for place in some), numbers, strict=True))
     norms = iter(of_place[place] for place in range(len(tensors)))
     return StepNorms(
         {parameter: next(norms) for parameter in gradients},
@@ -205,17 +183,13 @@ def step_norms(parameters: Iterable[nn.Parameter], means: Mapping[TrainedWeight,
     )
 
 
-def check_states(states: Mapping[str, Mapping[str, Any]], weights: Sequence[TrainedWeight]) -> None:
-    """Raise unless states by name are of these weights, or empty.
+def check_inverses_fit(weights: Sequence[TrainedWeight]) -> None:
+    """Compare the memory that all P take with the free memory of their devices.
 
     Raises:
-        ValueError: one is of another weight, form or shape.
+        MemoryError: they take more; named are the largest of them and the remedies.
     """
-    for weight in weights:
-        if state := states.get(weight.name):
-            weight.check_state(state)
-    if unknown := states.keys() - {weight.name for weight in weights}:
-        raise ValueError(
-            f"the state is of an RLS that trains {', '.join(sorted(unknown))}, which this one does not: make it with "
-            "the same layers excluded, and unfreeze before what was unfrozen"
-        )
+    for device in {weight.parameter.device for weight in weights}:
+        there = {w.name: (w.memory, f"{w.features} inputs") for w in weights if w.parameter.device == device}
+        remedy = "Use form='low_rank' or 'rank1', or exclude layers"
+        check_memory("The matrices P of RLS", there, device, remedy)

@@ -10,7 +10,7 @@ Where the loss is the squared error of these outputs, averaged over the rows of 
 eigenvalue of G exceeds 2, and diverges. (Where it is summed over the positions of a sample, T of them, so is G. The
 steps of recurrent layers count as rows: what most of them do to the loss dies away.) One sample at a time the paper's
 own h bounds it, k x'Px/(1 + k x'Px) < 1; by batches nothing does. So each step is scaled by what
-:meth:`GainLimit.coefficient` makes of the largest eigenvalue, which power iteration estimates.
+:func:`limit_coefficient` makes of the largest eigenvalue, which power iteration estimates.
 
 That bounds what a weight does to its own outputs. The layers behind it, trained by RLS or not, may enlarge a step, and
 weights that step together multiply each other. So the norm of a step is :data:`LARGEST_CHANGE` of that of its weight at
@@ -152,27 +152,20 @@ def largest_gains(gains: Mapping[Name, Gain]) -> dict[Name, Tensor]:
     return largest
 
 
-@dataclass(frozen=True)
-class GainLimit:
-    """Bound on the step of one weight.
+def limit_coefficient(largest: Tensor, bound: float, weights: int, h: Tensor, scale: float) -> Tensor:
+    """min(1, max(c, h/n) / λ_max), (groups,), by which the step (η/h) ∇ P of a weight is multiplied.
 
-    Attributes:
-        largest: (groups,), the largest eigenvalue of G.
+    The gain of the step is that of G over h: it becomes at most c/h, or 1/n where that is more. (One sample at a time
+    and one weight: h > λ_max for k = 1, and the step stays that of least squares.) If η > 1 it is bounded likewise; if
+    η < 1 the step is that part of the one with η = 1. ``lr`` multiplies the result.
+
+    Args:
+        largest: λ_max, (groups,), the largest eigenvalue of G.
         bound: c, ``max_gain``.
-        weights: n, those that step together: what they do to the outputs adds up.
+        weights: n, how many step together: the changes that they make to the outputs add up.
+        h: (groups,), the denominator of the step.
+        scale: η.
     """
-
-    largest: Tensor
-    bound: float
-    weights: int
-
-    def coefficient(self, h: Tensor, scale: float) -> Tensor:
-        """min(1, max(c, h/n) / λ_max), (groups,), by which the step (η/h) ∇ P is multiplied.
-
-        The gain of the step is that of G over h: it becomes at most c/h, or 1/n where that is more. (One sample at a
-        time and one weight: h > λ_max for k = 1, and the step stays that of least squares.) Where η > 1 it is bounded
-        likewise; where η < 1 the step is that part of the one with η = 1. ``lr`` multiplies what comes out.
-        """
-        allowed = (h / self.weights).clamp_(min=self.bound)
-        largest = self.largest if scale <= 1 else self.largest * scale
-        return allowed / torch.maximum(largest, allowed)
+    allowed = (h / weights).clamp_(min=bound)
+    largest = largest if scale <= 1 else largest * scale
+    return allowed / torch.maximum(largest, allowed)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_struct.functional.layers.calls import LayerCall
 from lightning_struct.functional.layers.kinds import Matrix
 from lightning_struct.functional.layers.per_sample.inner_calls import RecordedCalls, rows_used
-from lightning_struct.functional.layers.registry import base_call, kind_of, owned_parameters
+from lightning_struct.functional.layers.registry import base_call, kind_of
 from lightning_struct.optim.rls.gain_limit import sample_rows, sample_size
 from lightning_struct.optim.rls.patches import batch_sum, patch_sample, patch_sum
 from lightning_struct.optim.rls.recurrent import (
@@ -59,8 +59,11 @@ def _matrices(layer: nn.Module) -> Sequence[Matrix]:
     return kind.matrices(layer)
 
 
-def _bias(layer: nn.Module, weight: TrainedWeight, name: str | None) -> int | None:
-    return None if name is None else weight.bias_index(layer._parameters.get(name))
+def _bias(weight: TrainedWeight, layer: nn.Module, name: str | None) -> int | None:
+    """The place of a bias of a layer among those of the weight; None if it is none of them."""
+    below, _, own = (name or "").rpartition(".")
+    parameter = layer.get_submodule(below)._parameters.get(own)
+    return next((place for place, bias in enumerate(weight.biases) if bias.parameter is parameter), None)
 
 
 def _rows(inputs: Tensor, features: int) -> Tensor:
@@ -68,19 +71,22 @@ def _rows(inputs: Tensor, features: int) -> Tensor:
     return inputs.reshape(inputs.numel() // features, features)
 
 
+def _use(weight: TrainedWeight, inputs: Tensor, bias: int | None, sequences: int | None = None) -> Use:
+    """The use of a weight without groups that multiplied inputs (..., n)."""
+    rows = _rows(inputs, weight.features)
+    kept = rows if sequences is None and weight.keeps_rows(rows) else None
+    return Use(
+        batch_sum(rows.to(weight.dtype))[None], (len(rows),), sequences, bias, kept, weight.sample(rows),
+        positions=sequences is None and inputs.ndim > 2,
+    )  # fmt: skip
+
+
 def _read_affine(call: LayerCall, weights: TrainedWeights, watched: None) -> Uses:
     (matrix,) = _matrices(call.layer)
     weight = weights[matrix.weight]
-    read = call.input
-    inputs = _rows(read, weight.features)
-    if not len(inputs):
+    if not call.input.numel():
         return []
-    total = batch_sum(inputs.to(weight.dtype))
-    kept = inputs if weight.keeps_rows(inputs) else None
-    bias = _bias(call.layer, weight, matrix.bias)
-    sample, positions = weight.sample(inputs), read.ndim > 2
-    use = Use(total[None], (len(inputs),), bias=bias, inputs=kept, sample=sample, positions=positions)
-    return [(weight, use)]
+    return [(weight, _use(weight, call.input, _bias(weight, call.layer, matrix.bias)))]
 
 
 def _read_convolution(call: LayerCall, weights: TrainedWeights, watched: None) -> Uses:
@@ -93,18 +99,19 @@ def _read_convolution(call: LayerCall, weights: TrainedWeights, watched: None) -
     if weight.takes_samples:
         number = sample_size(rows, weight.features)
         sample = patch_sample(call.layer, call.input, positions, number).to(weight.dtype)
-    bias = _bias(call.layer, weight, "bias")
+    bias = _bias(weight, call.layer, "bias")
     return [(weight, Use(total, (rows,) * call.layer.groups, bias=bias, sample=sample, positions=True))]
 
 
 def _read_recurrent(call: LayerCall, weights: TrainedWeights, watched: LevelByLevel | None) -> Uses:
     uses: Uses = []
-    for rows in (rows for run in kernel_runs(call, watched) for rows in recurrent_rows(call.layer, run)):
-        for kind, total, read in (("ih", rows.inputs, rows.read), ("hh", rows.states, rows.output)):
-            if (weight := weights.get(f"weight_{kind}_{rows.place}")) is not None and rows.steps:
-                bias = _bias(call.layer, weight, f"bias_{kind}_{rows.place}")
-                sample = weight.sample(_rows(read, weight.features)) if weight.takes_samples else None
-                uses.append((weight, Use(total[None], (rows.steps,), rows.sequences, bias, sample=sample)))
+    for run in kernel_runs(call, watched):
+        steps, sequences, read = recurrent_rows(call.layer, run)
+        for name, total, rows in read if steps else ():
+            if (weight := weights.get(f"weight_{name}")) is not None:
+                bias = _bias(weight, call.layer, f"bias_{name}")
+                sample = weight.sample(_rows(rows, weight.features))
+                uses.append((weight, Use(total[None], (steps,), sequences, bias, sample=sample)))
     return uses
 
 
@@ -113,14 +120,11 @@ def _read_cell(call: LayerCall, weights: TrainedWeights, watched: None) -> Uses:
     states = cell_states(call)
     sequences = 0 if goes_on(call.layer, states) else call.input.numel() // call.layer.input_size
     note_states(call.layer, call.outputs)
-    uses: Uses = []
-    for kind, read in (("ih", call.input), ("hh", states[0].detach())):
-        if (weight := weights.get(f"weight_{kind}")) is not None and read.numel():
-            rows = _rows(read, weight.features)
-            bias, total = _bias(call.layer, weight, f"bias_{kind}"), batch_sum(rows.to(weight.dtype))
-            use = Use(total[None], (len(rows),), sequences, bias, sample=weight.sample(rows))
-            uses.append((weight, use))
-    return uses
+    return [
+        (weight, _use(weight, read, _bias(weight, call.layer, f"bias_{kind}"), sequences))
+        for kind, read in (("ih", call.input), ("hh", states[0].detach()))
+        if (weight := weights.get(f"weight_{kind}")) is not None and read.numel()
+    ]
 
 
 def _read_attention(call: LayerCall, weights: TrainedWeights, watched: RecordedCalls) -> Uses:
@@ -138,18 +142,20 @@ def _read_attention(call: LayerCall, weights: TrainedWeights, watched: RecordedC
     for name, by_group in read.items():
         weight, of_groups = weights[name], [by_group[group] for group in sorted(by_group)]
         counts = tuple(map(len, of_groups))
-        if not all(counts):
-            continue
-        totals = {id(rows): batch_sum(rows.to(weight.dtype)) for rows in of_groups}
-        sample = None
-        if weight.takes_samples:
-            number = sample_size(min(counts), weight.features)
-            samples = {id(rows): sample_rows(rows, number).to(weight.dtype) for rows in of_groups}
-            sample = torch.stack([samples[id(rows)] for rows in of_groups])
-        bias = weight.bias_index(owned_parameters(call.layer).get(bias_of[name] or ""))
-        total = torch.stack([totals[id(rows)] for rows in of_groups])
-        uses.append((weight, Use(total, counts, bias=bias, sample=sample)))
+        if all(counts):
+            distinct = {id(rows): rows for rows in of_groups}  # which groups may share
+            totals = {i: batch_sum(rows.to(weight.dtype)) for i, rows in distinct.items()}
+            total, sample = torch.stack([totals[id(rows)] for rows in of_groups]), None
+            if weight.takes_samples:
+                number = sample_size(min(counts), weight.features)
+                samples = {i: sample_rows(rows, number).to(weight.dtype) for i, rows in distinct.items()}
+                sample = torch.stack([samples[id(rows)] for rows in of_groups])
+            uses.append((weight, Use(total, counts, bias=_bias(weight, call.layer, bias_of[name]), sample=sample)))
     return uses
+
+
+def _watch_attention(layer: nn.MultiheadAttention) -> RecordedCalls:
+    return RecordedCalls()
 
 
 _CONVOLUTION = LayerReader(_read_convolution)
@@ -160,5 +166,5 @@ _READERS: dict[type[nn.Module], LayerReader] = {
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _CONVOLUTION),
     **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), LayerReader(_read_recurrent, watch)),
     **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), LayerReader(_read_cell)),
-    nn.MultiheadAttention: LayerReader(_read_attention, lambda layer: RecordedCalls()),
+    nn.MultiheadAttention: LayerReader(_read_attention, _watch_attention),
 }

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,38 +11,37 @@ from torch import nn
 
 from lightning_struct.collective import world_size
 from lightning_struct.functional.layers.registry import excluded_modules
-from lightning_struct.optim.requirements import check_module, refuse_distributed_tensors, state_without_hooks
+from lightning_struct.optim.memory import bytes_as_text, table
+from lightning_struct.optim.requirements import check_module, refuse_distributed_tensors
 from lightning_struct.optim.rls.all_weights import (
     ROWS_OF_PROCESSES,
     check_finite,
-    check_states,
-    forget_statistics,
-    gain_limits,
+    check_inverses_fit,
+    gains_to_limit,
     mark_as_stepped,
     mean_inputs,
     reduce_statistics,
     step_norms,
 )
-from lightning_struct.optim.rls.forms import FormName, FormOfP, RowByRowP
 from lightning_struct.optim.rls.gain_limit import SINGLE
-from lightning_struct.optim.rls.groups import AuxiliaryFactory, Membership
+from lightning_struct.optim.rls.groups import AuxiliaryFactory, OptimizerWithAuxiliary
 from lightning_struct.optim.rls.recorder import InputRecorder, without_autocast
-from lightning_struct.optim.rls.selection import (
-    WeightTable,
-    check_inverses_fit,
-    layers_to_train,
-    linear_layer,
-    memory_in_words,
-    modules_beside,
-    summary_table,
+from lightning_struct.optim.rls.selection import layers_to_train, linear_layer, modules_beside
+from lightning_struct.optim.rls.settings import (
+    LARGEST_FULL,
+    FormName,
+    FormOfP,
+    RowByRowP,
+    Settings,
+    check_decay,
+    check_number,
 )
-from lightning_struct.optim.rls.settings import Settings, check_decay, check_positive
-from lightning_struct.optim.rls.weights import TrainedWeight
+from lightning_struct.optim.rls.weights import StepBounds, TrainedWeight
 
 _log = logging.getLogger(__name__)
 
 
-class RLS(torch.optim.Optimizer):
+class RLS(OptimizerWithAuxiliary):
     """Recursive least squares: multiplies each layer's gradient by P, the inverse autocorrelation of its inputs so far.
 
     For each weight θ, with x̄ the mean of the rows that it was multiplied by since the last step, and T the rows of a
@@ -138,28 +136,23 @@ class RLS(torch.optim.Optimizer):
         lr: float = 1.0,
     ) -> None:
         check_module(module, "RLS", "whose layers it watches")
-        self.settings = Settings(
+        settings = Settings(
             ratio=ratio, forgetting=forgetting, gradient_scale=gradient_scale, momentum=momentum, l1=l1,
             max_grad_norm=max_grad_norm, form=form, max_gain=max_gain, weight_decay=weight_decay, lr=lr,
         )  # fmt: skip
-        self.settings.check_names(module)
+        settings.check_names(module)
         excluded = excluded_modules(module, exclude)
         refuse_distributed_tensors(dict(module.named_parameters()), "P needs")
-        layers = layers_to_train(module, excluded)
-        table = WeightTable(layers, self.settings)
-
-        self.module = module
-        self._weights = table.weights
-        self._recorder = InputRecorder({layer: reader for _, layer, reader in layers}, table)
-        defaults = self.settings.group_options()
+        recorder = InputRecorder(layers_to_train(module, excluded), settings)
         left_alone = {parameter for below in excluded for parameter in below.parameters(recurse=False)}
-        membership = Membership(module, left_alone, table, self._recorder, self.settings, defaults, auxiliary)
-        super().__init__(membership.first_groups(), defaults)
-        membership.begin(self.param_groups)
-        self._membership = membership
-        self._recorder.found_unfrozen = weakref.WeakMethod(self._take_in_unfrozen)
-        self._recorder.attach()
-        _log.info(memory_in_words(self._weights))
+        super().__init__(module, left_alone, recorder, settings, auxiliary)
+        text = f"RLS takes {self._memory()} for P; weights that it trains: {len(self._weights)}"
+        if form is None and (low_rank := [weight.form_name for weight in self._weights].count("low_rank")):
+            text += (
+                f"; {low_rank} with more than {LARGEST_FULL:,} inputs have the low-rank form (form='full' for the "
+                "exact one)"
+            )
+        _log.info(text)
 
     @classmethod
     def exact(
@@ -210,7 +203,7 @@ class RLS(torch.optim.Optimizer):
             True
         """
         check_module(module, "RLS", "whose layers it watches")
-        check_positive("regularization", regularization)
+        check_number("regularization", regularization)
         if world_size() > 1:
             raise ValueError(ROWS_OF_PROCESSES)
         beside = modules_beside(module, linear_layer(module, layer))
@@ -221,7 +214,11 @@ class RLS(torch.optim.Optimizer):
 
     def summary(self) -> str:
         """Table of the trained weights, with the form and size of P and the memory that it takes."""
-        return summary_table(self._weights)
+        rows = [("weight", "form", "P", "memory")]
+        for weight in self._weights:
+            size = " x ".join(map(str, weight.shape[weight.shape[0] == 1 :]))
+            rows.append((weight.name, weight.form_name, size, bytes_as_text(weight.memory)))
+        return table([*rows, ("total", "", "", self._memory())])
 
     def remove_hooks(self) -> None:
         """Take the hooks of the layers away, when the training is done. They go too when the optimizer is deleted.
@@ -233,7 +230,7 @@ class RLS(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what the layers read on their way."""
         super().zero_grad(set_to_none)
-        forget_statistics(self._weights)
+        self._forget()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -260,21 +257,20 @@ class RLS(torch.optim.Optimizer):
             with without_autocast(self._weights[0].parameter.device.type):
                 clip = self._step_weights()
         except ValueError:
-            forget_statistics(self._weights)
+            self._forget()
             raise
-        auxiliary = self._membership.auxiliary
-        if auxiliary is not None:
+        if self.auxiliary is not None:
             if self.settings.max_grad_norm is not None:
-                for parameter in _parameters(auxiliary.param_groups):
+                for parameter in _parameters(self.auxiliary.param_groups):
                     if parameter.grad is not None:
                         parameter.grad.mul_(clip)
-            auxiliary.step()
+            self.auxiliary.step()
         return result
 
     def _step_weights(self) -> float:
         """Step what RLS trains; returned is the coefficient of clipping."""
-        self._membership.take_in_rest(self.param_groups)
-        group_of = self._membership.share(self.param_groups)
+        self._take_in_rest()
+        group_of = self._share_groups()
         for group in group_of.values():
             check_decay(group["lr"], group["weight_decay"])  # schedulers may have raised the rate since
         if world_size() > 1:
@@ -282,31 +278,40 @@ class RLS(torch.optim.Optimizer):
         states = self.state.get("rls", {})  # type: ignore[call-overload]
         means = mean_inputs(group_of, states)
         if not means:
-            self._membership.check_parameters()
+            self._check_parameters()
         norms = step_norms(_parameters(self.param_groups), means)
         check_finite(self.module, norms, means, states)
-        clip, max_gain = norms.clip_coefficient(self.settings.max_grad_norm), self.settings.max_gain
         of_weights = {weight: self._state_of(weight) for weight in means}
-        limits, together, bounded = {}, False, False
-        if max_gain is not None:
-            together, bounded = len(means) > 1, not self._is_linear_model(means)
-            limits = gain_limits(of_weights, max_gain * (1.0 if bounded else SINGLE))
+        clip, gains = norms.clip_coefficient(self.settings.max_grad_norm), {}
+        bounds = StepBounds(clip, max_gain=None, weights=len(means), change=False)
+        if (max_gain := self.settings.max_gain) is not None:
+            # A module that is one layer, and has read one row of each sample: its steps are those of regression.
+            is_regression = len(means) == 1 and all(
+                not w.statistics.positions and {*self.module.parameters()} <= {*w.parameters} for w in means
+            )
+            max_gain *= SINGLE if is_regression else 1.0
+            bounds = bounds._replace(max_gain=max_gain, change=not is_regression)
+            gains = gains_to_limit(of_weights, max_gain)
         for weight, mean in means.items():
             weight.step_(
-                of_weights[weight], mean, group_of[weight], clip=clip, limit=limits.get(weight), together=together,
-                norms=norms.of(weight) if bounded else None,
+                of_weights[weight], mean, group_of[weight], bounds, gains.get(weight),
+                norms.thetas[weight], norms.gradient_of(weight),
             )  # fmt: skip
         mark_as_stepped(p.grad for weight in means for p in weight.parameters if p.grad is not None)
         for weight in self._weights:
-            weight.statistics.end_step()
+            weight.end_step()
         return clip
 
-    def _is_linear_model(self, weights: Collection[TrainedWeight]) -> bool:
-        """Whether the module is one layer that has read one row of each sample: its steps are those of regression."""
-        if len(weights) != 1:
-            return False
-        (weight,) = weights
-        return not weight.statistics.positions and {*self.module.parameters()} <= {*weight.parameters}
+    @property
+    def _weights(self) -> list[TrainedWeight]:
+        return self._recorder.weights
+
+    def _memory(self) -> str:
+        return bytes_as_text(sum(weight.memory for weight in self._weights))
+
+    def _forget(self) -> None:
+        for weight in self._weights:
+            weight.forget()
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -324,8 +329,8 @@ class RLS(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state, as of any optimizer, with that of the auxiliary one under ``"auxiliary"``."""
         state = super().state_dict()
-        if self._membership.auxiliary is not None:
-            state["auxiliary"] = self._membership.auxiliary.state_dict()
+        if self.auxiliary is not None:
+            state["auxiliary"] = self.auxiliary.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -335,12 +340,19 @@ class RLS(torch.optim.Optimizer):
             ValueError: it is of another optimizer, or of other layers, forms of P or parameter groups. Nothing has
                 changed.
         """
-        self._membership.share(self.param_groups)
+        self._share_groups()
         saved = state_dict["state"].get("rls", {})
-        check_states(saved, self._weights)
-        self._membership.check_groups(state_dict["param_groups"], self.param_groups)
-        auxiliary = self._membership.auxiliary
-        if ("auxiliary" in state_dict) != (auxiliary is not None):
+        weights = {weight.name: weight for weight in self._weights}
+        for name, state in saved.items():
+            if name in weights and state:
+                weights[name].check_state(state)
+        if unknown := ", ".join(sorted(saved.keys() - weights.keys())):
+            raise ValueError(
+                f"the state is of an RLS that trains {unknown}, which this one does not: make it with the same layers "
+                "excluded, and unfreeze before what was unfrozen"
+            )
+        self._check_groups(state_dict["param_groups"])
+        if ("auxiliary" in state_dict) != (self.auxiliary is not None):
             raise ValueError(
                 "the state is of an RLS with an auxiliary optimizer, and this one has none, or the reverse"
             )
@@ -349,44 +361,12 @@ class RLS(torch.optim.Optimizer):
         for group, before in zip(self.param_groups, options, strict=True):
             for name, value in before.items():  # weight_decay came after version 0.2
                 group.setdefault(name, value)
-        if auxiliary is not None:
-            auxiliary.load_state_dict(state_dict["auxiliary"])
-        self._membership.share(self.param_groups)
+        if self.auxiliary is not None:
+            self.auxiliary.load_state_dict(state_dict["auxiliary"])
+        self._share_groups()
         # Torch takes over what is under a string key as it is, the tensors of the caller.
         if saved:
-            weights = {weight.name: weight for weight in self._weights}
             self.state["rls"] = {name: weights[name].converted(state) for name, state in saved.items()}  # type: ignore[index]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return state_without_hooks(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if "_recorder" in state:
-            self._recorder.found_unfrozen = weakref.WeakMethod(self._take_in_unfrozen)
-            self._membership.share(self.param_groups)
-
-    # --- groups ------------------------------------------------------------------------------------------------------
-
-    def _take_in_unfrozen(self) -> None:
-        """Take in a layer with parameters that are not trained yet; the recorder calls this."""
-        self._membership.take_in_unfrozen(self.param_groups)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train parameters of the module that are in no group yet, as after they have been unfrozen.
-
-        Those of layers that RLS trains become a group of its own, with the options of ``param_group``. What else there
-        is joins the auxiliary optimizer's first group, or becomes a group of that where there is nothing for RLS.
-
-        Raises:
-            TypeError: the group is no dict with ``"params"``.
-            ValueError: one of them is no parameter of the module, or in a group already; or an option is out of range.
-        """
-        if not hasattr(self, "_membership"):  # the first ones
-            super().add_param_group(param_group)
-            return
-        self._membership.add_group(param_group, self.param_groups)
-        self._membership.share(self.param_groups)
 
 
 def _parameters(groups: list[dict[str, Any]]) -> Iterator[nn.Parameter]:

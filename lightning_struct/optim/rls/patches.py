@@ -59,18 +59,15 @@ class Axis(NamedTuple):
         return places.clamp(0, self.size - 1), (places >= 0) & (places < self.size)
 
 
-def _axes(layer: Any, images: Tensor, positions: Sequence[int]) -> tuple[Axis, ...]:
-    of_layer = zip(layer.kernel_size, layer.stride, layer.dilation, padding(layer), strict=True)
-    return tuple(
-        Axis(size, number, kernel, stride, dilation, before, layer.padding_mode, layer.transposed)
-        for size, number, (kernel, stride, dilation, (before, _)) in zip(
-            images.shape[2:], positions, of_layer, strict=True
-        )
+def _axes(layer: Any, images: Tensor, positions: Sequence[int]) -> tuple[Tensor, tuple[Axis, ...]]:
+    """The images as a batch, and the axis of each of their dimensions."""
+    images = images[None] if images.ndim == len(layer.kernel_size) + 1 else images
+    strides, pads = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True), padding(layer)
+    of_axes = zip(images.shape[2:], positions, strides, pads, strict=True)
+    return images, tuple(
+        Axis(size, number, *of_kernel, before, layer.padding_mode, layer.transposed)
+        for size, number, of_kernel, (before, _) in of_axes
     )
-
-
-def _batched(layer: Any, images: Tensor) -> Tensor:
-    return images[None] if images.ndim == len(layer.kernel_size) + 1 else images
 
 
 def patch_sum(layer: nn.modules.conv._ConvNd, images: Tensor, positions: Sequence[int]) -> tuple[Tensor, int]:
@@ -85,9 +82,9 @@ def patch_sum(layer: nn.modules.conv._ConvNd, images: Tensor, positions: Sequenc
         (groups, C/groups · kernel), in the dtype of the images, in the weight's order; and N times the number of output
         positions.
     """
-    images = _batched(layer, images)
+    images, axes = _axes(layer, images, positions)
     total = batch_sum(images)
-    for axis in _axes(layer, images, positions):
+    for axis in axes:
         # the dimension moves to the end
         total = torch.tensordot(total, _reads(axis, total.dtype, total.device), ([1], [1]))
     return total.reshape(layer.groups, -1), images.shape[0] * math.prod(positions)
@@ -102,9 +99,8 @@ def patch_sample(layer: nn.modules.conv._ConvNd, images: Tensor, positions: Sequ
         positions: the size of its outputs.
         number: not above N times the number of output positions.
     """
-    images = _batched(layer, images)
-    indices, inside = _sampled_places(_axes(layer, images, positions), images.shape[0], number, images.device)
-    image, *places = indices
+    images, axes = _axes(layer, images, positions)
+    (image, *places), inside = _sampled_places(axes, images.shape[0], number, images.device)
     index: Any = (image, slice(None), *places)
     patches = images[index]  # (number, *kernel, C)
     if inside is not None:

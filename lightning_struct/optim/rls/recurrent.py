@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -112,32 +113,15 @@ def kernel_runs(call: LayerCall, watched: LevelByLevel | None) -> list[KernelRun
     return [KernelRun([inputs], [outputs], initial, final)]
 
 
-class RecurrentRows(NamedTuple):
-    """Sums for one direction of one level.
-
-    Attributes:
-        place: how the names of its parameters end.
-        inputs: (in,), the sum of x_t over all steps of all sequences.
-        states: (state,), that of h_{t-1}.
-        steps: how many there are.
-        sequences: T is steps / sequences.
-        read: (..., in), all x_t.
-        output: (..., state), all h_t.
-    """
-
-    place: str
-    inputs: Tensor
-    states: Tensor
-    steps: int
-    sequences: int
-    read: Tensor
-    output: Tensor
-
-
-def recurrent_rows(layer: nn.RNNBase, run: KernelRun) -> list[RecurrentRows]:
+def recurrent_rows(layer: nn.RNNBase, run: KernelRun) -> tuple[int, int, list[tuple[str, Tensor, Tensor]]]:
     """Sums of the rows that the weights of a layer multiplied in one run of its kernel: of x̄ in (80) and (92).
 
     The sum of h_{t-1} is that of h_t without the last, with h_0. Packed sequences count their own steps only.
+
+    Returns:
+        The number of steps of all sequences; the number of sequences; and, for each weight, the end of its name, as
+        ``"ih_l0"``, the sum of x_t, (in,), or of h_{t-1}, (state,), over all steps, and all x_t, (..., in), or h_t,
+        (..., state).
     """
     data, final = run.reads[0], run.final
     steps, sequences = data.numel() // data.shape[-1], final.numel() // (final.shape[0] * final.shape[-1])
@@ -151,13 +135,12 @@ def recurrent_rows(layer: nn.RNNBase, run: KernelRun) -> list[RecurrentRows]:
         of_inputs, places = total(read), recurrent_places(layer, level)
         states = output.detach().chunk(len(places), -1)
         sums = total(output).chunk(len(places))
-        for direction, (place, of_states, state) in enumerate(zip(places, sums, states, strict=True)):
-            number = level * len(places) + direction
+        for number, place, of_states, state in zip(count(level * len(places)), places, sums, states, strict=False):
             of_states = of_states - total(final[number])
             if run.initial is not None:
                 of_states = of_states + total(run.initial[number])
-            rows.append(RecurrentRows(place, of_inputs, of_states, steps, sequences, read.detach(), state))
-    return rows
+            rows += [(f"ih_{place}", of_inputs, read.detach()), (f"hh_{place}", of_states, state)]
+    return steps, sequences, rows
 
 
 # --- cells -----------------------------------------------------------------------------------------------------------

@@ -1,31 +1,145 @@
-"""Settings of RLS."""
+"""Settings of RLS, and the forms of P as values, which ``RLS(module, form=...)`` takes."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.checks import is_real
+from lightning_struct.functional.checks import is_integer, is_real
+from lightning_struct.functional.curvature.recursive_least_squares import (
+    FullInverse,
+    InverseAutocorrelation,
+    LowRankInverse,
+    RankOneInverse,
+    SquareRootInverse,
+)
 from lightning_struct.functional.layers.registry import plain_name, plain_named_modules
-from lightning_struct.optim.rls.forms import FormName, FormOfP, form_of_p
+
+FormName: TypeAlias = Literal["full", "low_rank", "rank1"]
+
+# By default a weight with more inputs has a P of low rank: a product with the full P would cost more than the rest of
+# its step.
+LARGEST_FULL = 512
 
 
-def _number(expected: str, holds: Callable[[Any], bool], *, may_be_none: bool = False) -> Any:
-    """A field that takes finite numbers for which ``holds``; ``expected`` is the range in words."""
-    return field(metadata={"expected": expected, "holds": holds, "may_be_none": may_be_none})
+class FormOfP(ABC):
+    """Base of the forms of P, which are dataclasses of integers above 0.
+
+    Attributes:
+        interval: P is updated once in this many steps, by as much as in all of them.
+        by_rows: P is updated by every row of the inputs, not by their mean, and before the step.
+
+    Raises:
+        ValueError: a field is no integer above 0.
+    """
+
+    interval: int
+    by_rows: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not is_integer(value) or value < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+
+    @abstractmethod
+    def identity(self, groups: int, size: int, like: Tensor, forgetting: float) -> InverseAutocorrelation:
+        """P₀ = I for ``size`` inputs in each group, in the dtype and on the device of ``like``; λ is ``forgetting``."""
 
 
-def _positive(*, may_be_none: bool = False) -> Any:
-    return _number("> 0", lambda value: value > 0, may_be_none=may_be_none)
+@dataclass(frozen=True)
+class FullP(FormOfP):
+    """The paper's P: d² numbers for d inputs.
+
+    Args:
+        interval: P is updated once in this many steps, by as much as in all of them.
+
+    Raises:
+        ValueError: ``interval`` is no integer above 0.
+
+    Example:
+        >>> FullP(interval=10).interval
+        10
+    """
+
+    interval: int = 1
+
+    def identity(self, groups: int, size: int, like: Tensor, forgetting: float) -> InverseAutocorrelation:
+        if forgetting < 1:
+            return SquareRootInverse.identity(groups, size, like, forgetting)
+        return FullInverse.identity(groups, size, like)
 
 
-def _not_negative() -> Any:
-    return _number(">= 0", lambda value: value >= 0)
+@dataclass(frozen=True)
+class LowRankP(FormOfP):
+    """P of low rank, 2rd numbers for d inputs; it does not forget.
+
+    See :class:`~lightning_struct.functional.curvature.recursive_least_squares.LowRankInverse`.
+
+    Args:
+        rank: r.
+        interval: P is updated once in this many steps, by as much as in all of them.
+
+    Raises:
+        ValueError: ``rank`` or ``interval`` is no integer above 0.
+
+    Example:
+        >>> LowRankP(rank=16).rank
+        16
+    """
+
+    rank: int = 32
+    interval: int = 1
+
+    def identity(self, groups: int, size: int, like: Tensor, forgetting: float) -> InverseAutocorrelation:
+        return LowRankInverse.identity(groups, size, like, self.rank)
+
+
+@dataclass(frozen=True)
+class RankOneP(FormOfP):
+    """The cheapest P: d numbers for d inputs.
+
+    See :class:`~lightning_struct.functional.curvature.recursive_least_squares.RankOneInverse`.
+
+    Args:
+        interval: P is updated once in this many steps, by as much as in all of them.
+
+    Raises:
+        ValueError: ``interval`` is no integer above 0.
+
+    Example:
+        >>> RankOneP().interval
+        1
+    """
+
+    interval: int = 1
+
+    def identity(self, groups: int, size: int, like: Tensor, forgetting: float) -> InverseAutocorrelation:
+        return RankOneInverse.identity(groups, size, like, forgetting)
+
+
+class RowByRowP(FullP):
+    """The full P of ``RLS.exact``: every row updates it, before the step."""
+
+    by_rows = True
+
+
+_BY_NAME: dict[Any, type[FormOfP]] = {"full": FullP, "low_rank": LowRankP, "rank1": RankOneP}
+
+_POSITIVE: tuple[str, Callable[[Any], bool]] = "> 0", lambda value: value > 0
+_NOT_NEGATIVE: tuple[str, Callable[[Any], bool]] = ">= 0", lambda value: value >= 0
+# The range of each number, in words and as a predicate.
+_RANGES = {
+    **dict.fromkeys(("ratio", "gradient_scale", "max_grad_norm", "max_gain", "regularization"), _POSITIVE),
+    **dict.fromkeys(("l1", "weight_decay", "lr"), _NOT_NEGATIVE),
+    "forgetting": ("in (0, 1]", lambda value: 0 < value <= 1),
+    "momentum": ("in [0, 1)", lambda value: 0 <= value < 1),
+}
 
 
 @dataclass(frozen=True)
@@ -38,28 +152,42 @@ class Settings:
     """
 
     form: FormName | FormOfP | None
-    ratio: float = _positive()
-    forgetting: float = _number("in (0, 1]", lambda value: 0 < value <= 1)
-    gradient_scale: float | Mapping[str, float] = _positive()
-    momentum: float = _number("in [0, 1)", lambda value: 0 <= value < 1)
-    l1: float = _not_negative()
-    max_grad_norm: float | None = _positive(may_be_none=True)
-    max_gain: float | None = _positive(may_be_none=True)
-    weight_decay: float = _not_negative()
-    lr: float = _not_negative()
+    ratio: float
+    forgetting: float
+    gradient_scale: float | Mapping[str, float]
+    momentum: float
+    l1: float
+    max_grad_norm: float | None
+    max_gain: float | None
+    weight_decay: float
+    lr: float
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            by_name = option.name == "gradient_scale" and isinstance(value, Mapping)
+        for name in (option.name for option in fields(self) if option.name != "form"):
+            value = getattr(self, name)
+            by_name = name == "gradient_scale" and isinstance(value, Mapping)
             for number in value.values() if by_name else [value]:
-                _check_number(option.name, number, **option.metadata)
-        form_of_p(self.form, self.forgetting, 0)
+                check_number(name, number, may_be_none=name.startswith("max_"))
+        self.form_of(0)
         check_decay(self.lr, self.weight_decay)
 
     def form_of(self, features: int) -> FormOfP:
-        """Form of the P of a weight with so many inputs, not counting biases."""
-        return form_of_p(self.form, self.forgetting, features)
+        """Form of the P of a weight with so many inputs, not counting biases.
+
+        Raises:
+            ValueError: there is no such form, or it does not forget.
+        """
+        by_size = "low_rank" if features > LARGEST_FULL and self.forgetting == 1 else "full"
+        form = by_size if self.form is None else self.form
+        chosen = _BY_NAME[form]() if isinstance(form, str) and form in _BY_NAME else form
+        if not isinstance(chosen, FormOfP):
+            raise ValueError(  # noqa: TRY004, as for any other option
+                "form must be 'full', 'low_rank', 'rank1', FullP(...), LowRankP(...), RankOneP(...) or None, got "
+                f"{form!r}"
+            )
+        if isinstance(chosen, LowRankP) and self.forgetting < 1:
+            raise ValueError("a P of low rank does not forget: use forgetting=1, or form='full' or 'rank1'")
+        return chosen
 
     def scale_of(self, weight: str) -> float:
         """η of a weight by its name: the value of the longest name above it, or its own; without one 1."""
@@ -79,10 +207,8 @@ class Settings:
         names = map(plain_name, self.gradient_scale) if isinstance(self.gradient_scale, Mapping) else ()
         modules = {name for name, _ in plain_named_modules(module)}
         if unknown := {*names} - modules - {plain_name(name) for name, _ in module.named_parameters()}:
-            raise ValueError(
-                f"gradient_scale names {', '.join(map(repr, sorted(unknown)))}, which are neither modules nor "
-                "parameters"
-            )
+            listed = ", ".join(map(repr, sorted(unknown)))
+            raise ValueError(f"gradient_scale names {listed}, which are neither modules nor parameters")
 
     def group_options(self) -> dict[str, Any]:
         """Options of a group of parameters, with η = 1."""
@@ -103,20 +229,15 @@ def check_decay(lr: float, weight_decay: float) -> None:
         )
 
 
-def check_positive(name: str, value: Any) -> None:
-    """Raise unless this is a finite number above 0.
+def check_number(name: str, value: Any, *, may_be_none: bool = False) -> None:
+    """Raise unless the value of a setting is a finite number in the range of that setting.
 
     Raises:
         ValueError: it is not; the message has its name.
     """
-    _check_number(name, value, **_positive().metadata)
-
-
-def _check_number(
-    name: str, value: Any, expected: str = "", holds: Callable[[Any], bool] | None = None, may_be_none: bool = False
-) -> None:
-    if holds is None or (value is None and may_be_none):
+    if value is None and may_be_none:
         return
+    expected, holds = _RANGES[name]
     if isinstance(value, Tensor):  # torch's optimizers take a rate in a tensor
         is_number = value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,30 +18,51 @@ from lightning_struct.functional.curvature.recursive_least_squares import (
     gain,
 )
 from lightning_struct.functional.randomness import normal_numbers
-from lightning_struct.functional.torch_tools import current_backward
+from lightning_struct.functional.torch_tools import current_backward, tree_map
 from lightning_struct.optim.rls.gain_limit import (
     LARGEST_CHANGE,
     TOGETHER,
     Gain,
-    GainLimit,
     Sample,
     joined_samples,
+    limit_coefficient,
     sample_rows,
 )
 from lightning_struct.optim.rls.settings import Settings
-from lightning_struct.optim.rls.statistics import MOST_SAMPLED, Arrival, Bias, Statistics, factored_gradient
+from lightning_struct.optim.rls.statistics import Arrival, Statistics, Use
+
+# Uses in earlier passes of which no gradient has come that are kept.
+MOST_WAITING = 64
+
+# Rows that are kept of all uses of a weight since the last step, for the bound on the gain.
+MOST_SAMPLED = 2048
 
 
-class WeightNorms(NamedTuple):
-    """Norms of a weight and its biases together, before a step.
+class Bias(NamedTuple):
+    """``parameter[rows]``, which is added to the products of a weight."""
+
+    parameter: nn.Parameter
+    rows: slice = slice(None)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The bias's part of a tensor of the parameter's shape, a view."""
+        return tensor if self.rows == slice(None) else tensor[self.rows]
+
+
+class StepBounds(NamedTuple):
+    """Numbers that the steps of all weights share.
 
     Attributes:
-        theta: of their values.
-        gradient: of their gradients; biases that are part of a parameter count as the whole of it.
+        clip: the coefficient of clipping.
+        max_gain: c, or the part of it that counts; None: the steps are not bounded.
+        weights: how many step together.
+        change: whether the norm of each step is bounded, too.
     """
 
-    theta: float
-    gradient: float
+    clip: float
+    max_gain: float | None
+    weights: int
+    change: bool
 
 
 class TrainedWeight:
@@ -59,6 +79,9 @@ class TrainedWeight:
         form: of P.
         parameters: the weight and the biases, each once.
         users: how many layers use the weight.
+        statistics: of its inputs since the last step. Counted are the uses of the passes that add to its gradient.
+        arrived: uses whose outputs have got a gradient, which wait for one of the weight; those of the last pass at the
+            end.
     """
 
     def __init__(
@@ -71,8 +94,9 @@ class TrainedWeight:
         self.outputs = parameter.shape[1] if transposed else parameter.shape[0] // groups
         self.features = parameter.numel() // (groups * self.outputs)
         self.settings, self.form = settings, settings.form_of(self.features)
-        self.statistics = Statistics(groups, 0)
+        self.arrived: dict[Use, Arrival] = {}
         self._test_vector: Tensor | None = None
+        self.end_step()
 
     def add_layer(self, bias: Bias | None) -> None:
         """Take in a layer that uses the weight, with this bias."""
@@ -80,7 +104,7 @@ class TrainedWeight:
         if bias is not None:
             self.biases.append(bias)
             self.parameters = list(dict.fromkeys([self.parameter, *(bias.parameter for bias in self.biases)]))
-            self.statistics = Statistics(self.groups, len(self.biases))
+            self.end_step()
             self.__dict__.pop("_blank", None)  # which had one input less
 
     @property
@@ -109,25 +133,7 @@ class TrainedWeight:
         dtype = self.parameter.dtype
         return dtype if dtype.itemsize >= torch.float32.itemsize else torch.float32
 
-    def arrive(self, arrival: Arrival) -> None:
-        """Take note of a use of the weight, whose output has got a gradient."""
-        self.statistics.forget_cleared()
-        self.statistics.arrive(arrival)
-
-    def note_gradient(self, parameter: Tensor) -> None:
-        """Note that a backward pass has added to the gradient of the weight or of a bias.
-
-        That of the weight comes when all its uses have got theirs.
-        """
-        ends_pass = parameter is self.parameter or not self.parameter.requires_grad
-        if ends_pass:
-            most_sampled = math.inf if self.form.by_rows else MOST_SAMPLED
-            self.statistics.count_arrived(current_backward(), self.most_rows, most_sampled)
-        self.statistics.note_gradient(parameter, ends_pass)
-
-    def bias_index(self, parameter: nn.Parameter | None) -> int | None:
-        """The place of a bias among those of the weight; None if it is none of them."""
-        return next((i for i, bias in enumerate(self.biases) if bias.parameter is parameter), None)
+    # --- inputs ------------------------------------------------------------------------------------------------------
 
     @property
     def most_rows(self) -> float:
@@ -160,22 +166,65 @@ class TrainedWeight:
             return rows.to(self.dtype)[None]
         return sample_rows(rows.to(self.dtype))[None] if self.takes_samples else None
 
+    def arrive(self, arrival: Arrival) -> None:
+        """Take note of a use whose output has got a gradient; uses of other passes wait if these may be differentiated.
+
+        If others have cleared the gradients, the statistics begin anew.
+        """
+        if self.statistics.is_cleared():
+            self.forget()
+        self.arrived.pop(arrival.use, None)
+        arrived = list(self.arrived.values())
+        if arrived and arrived[-1].backward != arrival.backward:
+            of_pass = [other for other in arrived if other.backward == arrival.backward]
+            others = [o for o in arrived if o.backward != arrival.backward and o.may_be_differentiated]
+            self.arrived = {other.use: other for other in [*others[-MOST_WAITING:], *of_pass]}
+        self.arrived[arrival.use] = arrival
+
+    def note_gradient(self, parameter: Tensor) -> None:
+        """Count the uses of a backward pass that has added to the gradient of the weight or of a bias.
+
+        The gradient of the weight comes when all its uses have got theirs. Passes by ``torch.autograd.grad`` add none;
+        but if the loss is made of their derivatives, the gradient may come through these alone. So if no output has got
+        a gradient in this pass, those count that made a graph.
+        """
+        if parameter is self.parameter or not self.parameter.requires_grad:
+            arrived, self.arrived = list(self.arrived.values()), {}
+            of_pass = [arrival for arrival in arrived if arrival.backward == current_backward()]
+            for arrival in of_pass or [arrival for arrival in arrived if arrival.may_be_differentiated]:
+                self.statistics.add(arrival.use, arrival.cotangent if of_pass else None)
+            self.statistics.in_pass = 0
+        if parameter.grad is not None:
+            self.statistics.versions[parameter] = parameter.grad._version  # type: ignore[index]
+
+    def forget(self) -> None:
+        """Drop the inputs since the last step.
+
+        Uses in passes that may be differentiated wait on: Lightning clears gradients after the forward pass, in which a
+        loss may have taken derivatives.
+        """
+        most_sampled = math.inf if self.form.by_rows else MOST_SAMPLED
+        self.statistics = Statistics(self.groups, len(self.biases), self.most_rows, most_sampled)
+        self.arrived = {use: arrival for use, arrival in self.arrived.items() if arrival.may_be_differentiated}
+
+    def end_step(self) -> None:
+        """Forget everything, also passes that might be differentiated yet."""
+        self.arrived = {}
+        self.forget()
+
     # --- state -------------------------------------------------------------------------------------------------------
+
+    def _identity(self, like: Tensor) -> InverseAutocorrelation:
+        return self.form.identity(self.groups, self.size, like, self.settings.forgetting)
 
     @cached_property
     def _blank(self) -> InverseAutocorrelation:
         """P on the device "meta": shapes without numbers."""
-        like = torch.empty((), device="meta")
-        return self.form.identity(self.groups, self.size, like, self.settings.forgetting)
+        return self._identity(torch.empty((), device="meta"))
 
     def initial_state(self) -> dict[str, Any]:
         """P₀ = I, as tensors by name, and the number of steps."""
-        like = torch.empty((), dtype=self.dtype, device=self.parameter.device)
-        return {"steps": 0, **self.form.identity(self.groups, self.size, like, self.settings.forgetting).state()}
-
-    def inverse(self, state: Mapping[str, Any]) -> InverseAutocorrelation:
-        """P of a state as :meth:`initial_state` made it."""
-        return self._blank.with_state(state)
+        return {"steps": 0, **self._identity(self.parameter.new_empty((), dtype=self.dtype)).state()}
 
     def holds(self, state: Mapping[str, Any]) -> bool:
         """Whether a state is on the device of the weight and in the precision of its step."""
@@ -188,28 +237,18 @@ class TrainedWeight:
         Raises:
             ValueError: it is not.
         """
-        name, _ = self._blank.main
+        name, form, forgetting = self._blank.main[0], self._blank.form, self.settings.forgetting
         if name not in state:
             raise ValueError(
-                f"the state of {self.name} is of another form of P than {self._blank.form!r} with "
-                f"forgetting={self.settings.forgetting}"
+                f"the state of {self.name} is of another form of P than {form!r} with forgetting={forgetting}"
             )
-        if tuple(state[name].shape) != self.shape:
-            raise ValueError(
-                f"the state of {self.name} has P of shape {tuple(state[name].shape)}, expected {self.shape}"
-            )
+        if (shape := tuple(state[name].shape)) != self.shape:
+            raise ValueError(f"the state of {self.name} has P of shape {shape}, expected {self.shape}")
 
-    def converted(self, value: Any) -> Any:
+    def converted(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of a state, with its tensors on the device of the weight, in the dtype of its step."""
-        if isinstance(value, Tensor):
-            if not value.is_floating_point():  # the count of the low-rank form was a tensor at first
-                return int(value)
-            return value.to(self.parameter.device, self.dtype, copy=True)
-        if isinstance(value, Mapping):
-            return {name: self.converted(item) for name, item in value.items()}
-        if isinstance(value, list):
-            return [self.converted(item) for item in value]
-        return copy.copy(value)
+        device, dtype = self.parameter.device, self.dtype
+        return tree_map(lambda v: v.to(device, dtype, copy=True) if isinstance(v, Tensor) else v, dict(state))
 
     # --- step --------------------------------------------------------------------------------------------------------
 
@@ -223,18 +262,17 @@ class TrainedWeight:
         sample = joined_samples(statistics.samples) if statistics.samples else Sample(direction[:, None][:, :0], 1.0)
         represented = sum(sample.share * sample.rows.shape[1] for sample in statistics.samples)
         scale = statistics.uses / statistics.counts[0] * (1 + statistics.unsampled / max(represented, 1.0))
-        return Gain(self.inverse(state), sample.rows, sample.share * scale, direction, first)
+        return Gain(self._blank.with_state(state), sample.rows, sample.share * scale, direction, first)
 
     def step_(
         self,
         state: dict[str, Any],
         mean: Tensor,
         group: Mapping[str, Any],
-        *,
-        clip: float,
-        limit: GainLimit | None = None,
-        together: bool = False,
-        norms: WeightNorms | None = None,
+        bounds: StepBounds,
+        largest_gain: Tensor | None,
+        theta_norm: float,
+        gradient_norm: float,
     ) -> None:
         """θ ← (1 - lr·δ) θ + ω with ω ← αω - lr (η/h) P ∇, then P ← its update, then θ ← θ - γ P sgn(θ).
 
@@ -243,12 +281,12 @@ class TrainedWeight:
             mean: x̄, (groups, d).
             group: that of the weight, with the options ``ratio`` k, ``gradient_scale`` η, ``lr``, by which the step is
                 multiplied, bounded or not, ``momentum`` α, ``l1`` γ and ``weight_decay`` δ.
-            clip: the coefficient of clipping.
-            limit: of the gain; None if it is small for sure.
-            together: other weights step, too.
-            norms: of the weight, if its change is bounded, see :mod:`.gain_limit`.
+            bounds: of the step; see :mod:`.gain_limit`.
+            largest_gain: (groups,), the largest eigenvalue of G; None if it is small for sure.
+            theta_norm: of the weight and its biases together.
+            gradient_norm: of their gradients; biases that are part of a parameter count as the whole of it.
         """
-        P, kT = self.inverse(state), group["ratio"] * self.statistics.steps
+        P, kT = self._blank.with_state(state), group["ratio"] * self.statistics.steps
         scale, lr, momentum = group["gradient_scale"], float(group["lr"]), group["momentum"]  # lr may be a tensor
         if self.form.by_rows:
             P = self.update_by_rows_(P, group["ratio"])
@@ -257,9 +295,10 @@ class TrainedWeight:
         else:
             u = P.apply(mean)  # u = P x̄: (54)
             h = gain(mean, u, kT, P.forgetting)  # h = λ + kT x̄ᵀu: (55)
-        rate = h.reciprocal().mul_(scale * (lr * clip * (TOGETHER if together else 1.0)))  # η/h
-        if limit is not None:
-            rate.mul_(limit.coefficient(h, scale))
+        together = bounds.max_gain is not None and bounds.weights > 1
+        rate = h.reciprocal().mul_(scale * (lr * bounds.clip * (TOGETHER if together else 1.0)))  # η/h
+        if largest_gain is not None and bounds.max_gain is not None:
+            rate.mul_(limit_coefficient(largest_gain, bounds.max_gain, bounds.weights, h, scale))
 
         theta = self._theta()
         kept = 1 - lr * group["weight_decay"]
@@ -267,20 +306,22 @@ class TrainedWeight:
             for part in theta:
                 part.mul_(kept)
         most = None
-        if norms is not None:
+        if bounds.change:
             first_norm = math.sqrt(self.groups * self.outputs / 3)  # of a weight of this shape as nn.Linear draws it
-            most = (1 - momentum) * lr * LARGEST_CHANGE * max(kept * norms.theta, first_norm)
+            most = (1 - momentum) * lr * LARGEST_CHANGE * max(kept * theta_norm, first_norm)
             # Unless it forgets, P <= I. Looking at the rate waits for devices other than a CPU.
-            if rate.device.type == "cpu" and P.forgetting == 1 and max(rate.tolist()) * norms.gradient <= most:
+            if rate.device.type == "cpu" and P.forgetting == 1 and max(rate.tolist()) * gradient_norm <= most:
                 most = None
         if momentum:
             if "velocity" not in state:
                 state["velocity"] = [torch.zeros_like(part) for part in theta]
-            self._add_step_(state["velocity"], momentum, P, rate.neg_(), most)  # Ω ← αΩ - (η/h) ∇ P: (99)
+            for velocity in state["velocity"]:
+                velocity.mul_(momentum)
+            self._add_step_(state["velocity"], P, rate.neg_(), most)  # Ω ← αΩ - (η/h) ∇ P: (99)
             for part, velocity in zip(theta, state["velocity"], strict=True):
                 part.add_(velocity)  # Θ ← Θ + Ω: (100)
         else:
-            self._add_step_(theta, 1.0, P, rate.neg_(), most)  # Θ ← Θ - (η/h) ∇ P: (62), (63) and (97)
+            self._add_step_(theta, P, rate.neg_(), most)  # Θ ← Θ - (η/h) ∇ P: (62), (63) and (97)
 
         interval = self.form.interval
         if not self.form.by_rows and state["steps"] % interval == 0:
@@ -310,24 +351,16 @@ class TrainedWeight:
         return P
 
     def _add_step_(
-        self,
-        targets: Sequence[Tensor],
-        beta: float,
-        P: InverseAutocorrelation,
-        factor: Tensor,
-        most: float | None,
+        self, targets: Sequence[Tensor], P: InverseAutocorrelation, factor: Tensor, most: float | None
     ) -> None:
-        """targets ← beta targets + factor ∇ P, for weight and biases.
+        """targets ← targets + factor ∇ P, for weight and biases.
 
         Args:
             targets: changed in place.
-            beta: see above.
             P: see above.
             factor: (groups,).
             most: bound on the norm of factor ∇ P, which is scaled to it if it is larger.
         """
-        for target in targets if beta != 1 else ():
-            target.mul_(beta)
         few = self._few_rows()
         if few is None and most is None:
             P.add_product_(targets, *self._gradient(), factor)
@@ -377,19 +410,18 @@ class TrainedWeight:
         return features, self._constants([bias.parameter.grad for bias in self.biases])
 
     def _random(self, *shape: int) -> Tensor:
-        like = self.parameter.new_empty(0, dtype=self.dtype)
-        return normal_numbers(*shape, like=like, dtype=self.dtype)
+        return normal_numbers(*shape, like=self.parameter.new_empty(0, dtype=self.dtype), dtype=self.dtype)
 
     def _few_rows(self) -> tuple[Tensor, Tensor] | None:
         """X, (1, r, n), and dZ, (1, r, outputs), with dZᵀX the gradient; None if too many, or not the gradient."""
-        pairs, weight = self.statistics.pairs, self.parameter.grad
-        if not pairs or weight is None or any(bias.parameter.grad is None for bias in self.biases):
+        weight = self.parameter.grad
+        columns = [bias.of(bias.parameter.grad) for bias in self.biases if bias.parameter.grad is not None]
+        if not self.statistics.pairs or weight is None or len(columns) < len(self.biases):
             return None
         if self._test_vector is None:
             self._test_vector = self._random(self.size)
         self._test_vector = self._test_vector.to(weight)
-        columns = [bias.of(bias.parameter.grad) for bias in self.biases if bias.parameter.grad is not None]
-        rows = factored_gradient(pairs, self._features(weight)[0], columns, self._test_vector)
+        rows = self.statistics.factored_gradient(self._features(weight)[0], columns, self._test_vector)
         return None if rows is None else (rows[0][None], rows[1][None])
 
     def _features(self, tensor: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from lightning_struct.optim import RLS, FullP, LowRankP
-from lightning_struct.optim.rls.statistics import MOST_WAITING, Arrival, Use
+from lightning_struct.optim.rls.statistics import Arrival, Use
+from lightning_struct.optim.rls.weights import MOST_WAITING
 from tests.optim.helpers import gaussian
 
 ADAM = partial(torch.optim.Adam, lr=1e-2)
@@ -137,15 +138,16 @@ def test_a_layer_used_twice_in_a_pass_is_not_taken_for_a_cleared_one() -> None:
 
 def test_uses_of_other_passes_wait_only_if_these_may_be_differentiated_and_are_the_last_ones() -> None:
     module = network()
-    statistics = RLS(module, auxiliary=ADAM)._weights[0].statistics
+    optimizer = RLS(module, auxiliary=ADAM)
+    weight = optimizer._weights[0]
     uses = [Use(torch.zeros(1, 6), (1,)) for _ in range(MOST_WAITING + 9)]
     for number, use in enumerate(uses[:-3]):
-        statistics.arrive(Arrival(use, None, number, number != 7))
+        weight.arrive(Arrival(use, None, number, number != 7))
     for use in uses[-3:]:
-        statistics.arrive(Arrival(use, None, 1000, False))
-    statistics.arrive(Arrival(uses[-3], None, 1000, False))  # again
+        weight.arrive(Arrival(use, None, 1000, False))
+    weight.arrive(Arrival(uses[-3], None, 1000, False))  # again
     waiting = [use for number, use in enumerate(uses[:-3]) if number != 7][-MOST_WAITING:]
-    assert list(statistics.arrived) == [*waiting, uses[-2], uses[-1], uses[-3]]
+    assert list(weight.arrived) == [*waiting, uses[-2], uses[-1], uses[-3]]
 
 
 def test_a_gradient_that_a_step_was_made_with_is_none_for_the_next() -> None:
@@ -364,7 +366,7 @@ def test_p_follows_a_module_into_another_precision(converted: str, form: Any) ->
         optimizer.load_state_dict(state)
     else:
         module.double()
-        optimizer._membership.auxiliary.state.clear()  # type: ignore[union-attr]  # Adam's own does not follow
+        optimizer.auxiliary.state.clear()  # type: ignore[union-attr]  # Adam's own does not follow
     step(1)
     tensors = [t for t in optimizer.state["rls"]["0.weight"].values() if isinstance(t, Tensor)]  # type: ignore[index]
     assert {t.dtype for t in tensors} == {torch.float64}
@@ -419,23 +421,6 @@ def test_p_of_wide_layers_is_of_low_rank_unless_its_form_is_asked_for(caplog: py
         in caplog.text
     )
     assert RLS(module, form="full").summary().count("full") == 3
-
-
-def test_the_low_rank_form_counts_its_rows_by_an_integer_which_was_a_tensor_before() -> None:
-    """A tensor on a device would have to be waited for."""
-    module = nn.Linear(6, 3).double()
-    optimizer = RLS(module, form=LowRankP(rank=3))
-    train(module, optimizer, range(8))
-    state = copy.deepcopy(optimizer.state_dict())
-    assert state["state"]["rls"]["weight"]["count"] == 5  # of 6 rows, 3 were kept after the sixth
-    state["state"]["rls"]["weight"]["count"] = torch.tensor(5)
-    other = copy.deepcopy(module)
-    resumed = RLS(other, form=LowRankP(rank=3))
-    resumed.load_state_dict(state)
-    assert type(resumed.state["rls"]["weight"]["count"]) is int  # type: ignore[index]
-    train(module, optimizer, range(8, 12))
-    train(other, resumed, range(8, 12))
-    assert torch.equal(weights(module), weights(other))
 
 
 def test_a_bias_that_is_frozen_later_keeps_its_values_through_decay_and_signs() -> None:

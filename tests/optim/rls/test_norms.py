@@ -29,7 +29,7 @@ def test_norms_are_those_of_each_tensor_whatever_its_precision() -> None:
     assert norms.thetas[first] == pytest.approx(math.hypot(*(p.detach().norm() for p in module[0].parameters())))
     assert norms.thetas[last] == pytest.approx(module[2].weight.norm().item())
     assert norms.means[first] == pytest.approx(means[first].norm().item())
-    assert norms.of(last) == pytest.approx((norms.thetas[last], norms.gradients[module[2].weight]))
+    assert norms.gradient_of(last) == pytest.approx(norms.gradients[module[2].weight])
 
 
 def test_of_a_bias_that_is_part_of_a_parameter_only_the_part_counts() -> None:
@@ -49,10 +49,10 @@ def test_sparse_gradients_of_the_auxiliary_optimizer_are_taken() -> None:
     embedding = nn.Embedding(4, 3, sparse=True)
     embedding(torch.tensor([1, 2, 2])).sum().backward()
     norms = step_norms(embedding.parameters(), {})
-    assert norms.total == pytest.approx(math.sqrt(3 + 3 * 4))
+    assert list(norms.gradients.values()) == pytest.approx([math.sqrt(3 + 3 * 4)])
     assert norms.is_finite()
 
 
 def test_there_is_nothing_to_measure_without_gradients() -> None:
     norms = step_norms(nn.Linear(2, 2).parameters(), {})
-    assert (norms.total, norms.is_finite()) == (0.0, True)
+    assert norms.is_finite() and not norms.gradients

@@ -323,10 +323,10 @@ def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FullP(interval=0), "interval must be >= 1, got 0"),
+        (lambda: FullP(interval=0), "interval must be an integer >= 1, got 0"),
         (lambda: RankOneP(interval=True), "interval must be an integer >= 1, got True"),
         (lambda: LowRankP(interval=1.5), "interval must be an integer >= 1, got 1.5"),  # type: ignore[arg-type]
-        (lambda: LowRankP(rank=0), "rank must be >= 1, got 0"),
+        (lambda: LowRankP(rank=0), "rank must be an integer >= 1, got 0"),
     ],
 )
 def test_forms_of_p_check_their_fields(make: Callable[[], Any], message: str) -> None:

@@ -10,8 +10,7 @@ import lightning as L
 from torch import nn
 
 from harness import Run
-from lightning_struct.nn import Circulant, Fastfood
-from lightning_struct.nn.classes import STRUCTURED_CLASSES
+from lightning_struct.nn import STRUCTURED_CLASSES, Circulant, Fastfood
 from paper_tables import Way
 
 # By the names in the files of results.

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 import harness
 from lightning_struct.nn import (
+    STRUCTURED_CLASSES,
     Butterfly,
     LDRSubdiagonal,
     LowRank,
@@ -49,7 +50,6 @@ from lightning_struct.nn import (
     StructuredLinear,
     ToeplitzLike,
 )
-from lightning_struct.nn.classes import STRUCTURED_CLASSES
 from paper_tables import TABLE_14
 
 NARROW: list[Any] = [layer for layer in STRUCTURED_CLASSES.values() if layer is not PrunedLinear]

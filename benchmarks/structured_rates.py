@@ -39,8 +39,8 @@ import harness
 from growing_batch_size import characters, digits
 from harness import Run
 from lightning_struct.data.in_memory import BatchedTensorDataset
-from lightning_struct.nn import LDRSubdiagonal, Monarch
-from lightning_struct.nn.classes import STRUCTURED_CLASSES, layer_of_rank
+from lightning_struct.nn import STRUCTURED_CLASSES, LDRSubdiagonal, Monarch
+from lightning_struct.nn.classic import GeneratorLinear
 
 STEPS, BATCH, RANK = 300, 64, 4
 RATES = {"Adam": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1), "SGD": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)}
@@ -48,9 +48,28 @@ DENSE = "nn.Linear"
 Layer = Callable[[int, int], nn.Module]
 
 
+def layer_of_rank(name: str) -> Layer:
+    """A factory of layers of one class, with generators of rank ``RANK`` or as many parameters as LowRank has."""
+    layer_class: Any = STRUCTURED_CLASSES[name]
+
+    def make(in_features: int, out_features: int) -> nn.Module:
+        parameters = RANK * (in_features + out_features)
+        options: dict[str, int] = {}
+        if issubclass(layer_class, GeneratorLinear):
+            options["rank"] = RANK
+        elif name == "RandomizedHadamard":
+            options["terms"] = max(1, parameters // max(in_features, out_features))
+        elif name == "PrunedLinear":
+            options["parameters"] = parameters
+        made: nn.Module = layer_class(in_features, out_features, **options)
+        return made
+
+    return make
+
+
 CLASSES: dict[str, Layer] = {
     DENSE: nn.Linear,
-    **{name: layer_of_rank(name, RANK) for name in STRUCTURED_CLASSES},
+    **{name: layer_of_rank(name) for name in STRUCTURED_CLASSES},
     "Monarch": partial(Monarch, blocks=8),
 }
 

@@ -15,24 +15,8 @@ from lightning_struct.models.structured import (
 )
 
 __all__ = [
-    "Autoencoder",
-    "CharacterTransformer",
-    "Classifier",
-    "LanguageModel",
-    "PhysicsInformedNetwork",
-    "RLSClassifier",
-    "RecurrentNetwork",
-    "SHFAutoencoder",
-    "SHFClassifier",
-    "SHFPhysicsInformedNetwork",
-    "TanhNetwork",
-    "convolution_and_layer",
-    "fully_connected",
-    "lenet",
-    "mini_vgg",
-    "pruned",
-    "residual_network",
-    "single_hidden_layer",
-    "structured_in_place_of_convolution",
-    "unbiased_linear",
-]
+    "Autoencoder", "CharacterTransformer", "Classifier", "LanguageModel", "PhysicsInformedNetwork",
+    "RLSClassifier", "RecurrentNetwork", "SHFAutoencoder", "SHFClassifier", "SHFPhysicsInformedNetwork",
+    "TanhNetwork", "convolution_and_layer", "fully_connected", "lenet", "mini_vgg", "pruned",
+    "residual_network", "single_hidden_layer", "structured_in_place_of_convolution", "unbiased_linear",
+]  # fmt: skip

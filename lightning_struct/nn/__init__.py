@@ -25,40 +25,20 @@ from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.updates import AdaptedLinear
 
 __all__ = [
-    "AdaptedLinear",
-    "BlockStructured",
-    "Butterfly",
-    "CauchyLike",
-    "ChannelLinear",
-    "Circulant",
-    "Fastfood",
-    "FrozenLinear",
-    "HankelLike",
-    "LDRSubdiagonal",
-    "LDRTridiagonal",
-    "LowRank",
-    "Monarch",
-    "PatchLinear",
-    "PrunedLinear",
-    "RandomizedHadamard",
-    "StructuredAttention",
-    "StructuredLSTM",
-    "StructuredLinear",
-    "ToeplitzLike",
-    "VandermondeLike",
-    "adapter_parameter_groups",
-    "adapter_state_dict",
-    "add_adapters",
-    "apply_structure",
-    "compress",
-    "freeze",
-    "jacobian_norms",
-    "layer_structure",
-    "load_adapter_state_dict",
-    "merge_adapters",
-    "reduced_hidden_units",
-    "replace_conv",
-    "replace_linear",
-    "replacement_report",
+    "AdaptedLinear", "BlockStructured", "Butterfly", "CauchyLike", "ChannelLinear", "Circulant", "Fastfood",
+    "FrozenLinear", "HankelLike", "LDRSubdiagonal", "LDRTridiagonal", "LowRank", "Monarch", "PatchLinear",
+    "PrunedLinear", "RandomizedHadamard", "StructuredAttention", "StructuredLSTM", "StructuredLinear",
+    "ToeplitzLike", "VandermondeLike", "adapter_parameter_groups", "adapter_state_dict", "add_adapters",
+    "apply_structure", "compress", "freeze", "jacobian_norms", "layer_structure", "load_adapter_state_dict",
+    "merge_adapters", "reduced_hidden_units", "replace_conv", "replace_linear", "replacement_report",
     "sparse_normal_",
-]
+]  # fmt: skip
+
+STRUCTURED_CLASSES: dict[str, type[StructuredLinear]] = {
+    layer_class.__name__: layer_class
+    for layer_class in (
+        *(LDRSubdiagonal, LDRTridiagonal, ToeplitzLike, HankelLike, VandermondeLike, CauchyLike, LowRank),
+        *(Monarch, Butterfly, Circulant, Fastfood, RandomizedHadamard, PrunedLinear),
+    )
+}
+"""All structured classes of this package by their names; each takes the place of ``nn.Linear`` by replace_linear."""

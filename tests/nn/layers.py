@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from lightning_struct.nn.classes import STRUCTURED_CLASSES
+from lightning_struct.nn import STRUCTURED_CLASSES
 from lightning_struct.nn.classic import GeneratorLinear
 
 _NAMES = {"LDRSubdiagonal": "ldr_sd", "LDRTridiagonal": "ldr_td", "PrunedLinear": "pruned"}

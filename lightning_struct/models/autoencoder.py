@@ -4,14 +4,12 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from lightning_struct.mixins.shf import SHFOptimization
-from lightning_struct.models.training import check_train_loss, optimizer_and_scheduler
+from lightning_struct.models.training import Task, check_train_loss
 from lightning_struct.nn.baselines import sparse_normal_
 from lightning_struct.optim.shf import SHF
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -32,7 +30,7 @@ def logistic_layers(sizes: Sequence[int]) -> nn.Sequential:
     return nn.Sequential(*(layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.Sigmoid())))
 
 
-class Autoencoder(L.LightningModule):
+class Autoencoder(Task):
     """A symmetric autoencoder with logistic activations in every layer, code and output included (section 6).
 
     The loss of a sample is f = ½‖x̂ - x‖², summed over pixels; batches and epochs are averages over samples. Logged are
@@ -69,7 +67,7 @@ class Autoencoder(L.LightningModule):
         optimizer: OptimizerCallable = torch.optim.Adam,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer, lr_scheduler)
         if len(layer_sizes) < 2 or min(layer_sizes) < 1:
             raise MisconfigurationException(
                 f"layer_sizes must name the pixels, the code and what is between, all positive, but is {layer_sizes}"
@@ -83,8 +81,6 @@ class Autoencoder(L.LightningModule):
                 if isinstance(layer, nn.Linear):
                     sparse_normal_(layer.weight, sparse_connections, sparse_std)
                     nn.init.zeros_(layer.bias)
-        self.make_optimizer = optimizer
-        self.make_lr_scheduler = lr_scheduler
 
     def forward(self, images: Tensor) -> Tensor:
         """Reconstructions of ``images``: both (n, pixels), values in [0, 1]."""
@@ -107,35 +103,23 @@ class Autoencoder(L.LightningModule):
         return images, images
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self._loss(batch)
+        loss, samples = self._loss_and_samples(batch)
         check_train_loss(self, loss, batch_idx)
-        self.log("train_loss", loss, prog_bar=True, batch_size=self._samples(batch), sync_dist=True)
+        self.log("train_loss", loss, prog_bar=True, batch_size=samples, sync_dist=True)
         return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate(batch, "test")
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Reconstructions, (n, pixels)."""
         return self(self.inputs_and_targets(batch)[0])
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        return optimizer_and_scheduler(self.parameters(), self.make_optimizer, self.make_lr_scheduler)
-
-    def _loss(self, batch: Any) -> Tensor:
+    def _loss_and_samples(self, batch: Any) -> tuple[Tensor, int]:
         images, targets = self.inputs_and_targets(batch)
-        return 0.5 * nn.functional.mse_loss(self(images), targets, reduction="sum") / len(images)
+        return 0.5 * nn.functional.mse_loss(self(images), targets, reduction="sum") / len(images), len(images)
 
-    def _evaluate(self, batch: Any, stage: str) -> None:
-        loss = self._loss(batch)
+    def evaluate(self, batch: Any, batch_idx: int, stage: str) -> None:
+        loss, samples = self._loss_and_samples(batch)
         values = {f"{stage}_loss": loss, f"{stage}_squared_error": 2 * loss}
-        self.log_dict(values, prog_bar=True, batch_size=self._samples(batch), sync_dist=True)
-
-    def _samples(self, batch: Any) -> int:
-        return len(self.inputs_and_targets(batch)[0])
+        self.log_dict(values, prog_bar=True, batch_size=samples, sync_dist=True)
 
 
 def shf_with_usual_damping(module: nn.Module) -> SHF:

@@ -4,17 +4,15 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
-import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_struct.mixins.rls import RLSOptimization
 from lightning_struct.mixins.shf import SHFOptimization
-from lightning_struct.models.training import check_train_loss, optimizer_and_scheduler
+from lightning_struct.models.training import Task, check_train_loss
 from lightning_struct.optim.rls import RLS
 from lightning_struct.optim.shf import SHF
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -93,7 +91,7 @@ def _with_output(layers: nn.Sequential, features: int, num_classes: int) -> nn.S
     return layers
 
 
-class Classifier(L.LightningModule):
+class Classifier(Task):
     """Classifier of labelled samples: trains any network, and measures its loss and accuracy.
 
     For example::
@@ -135,7 +133,7 @@ class Classifier(L.LightningModule):
         optimizer: OptimizerCallable = torch.optim.Adam,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer, lr_scheduler)
         if num_classes < 2:
             raise MisconfigurationException(f"num_classes must be at least 2, but is {num_classes}")
         if loss not in ("cross_entropy", "mse"):
@@ -149,8 +147,6 @@ class Classifier(L.LightningModule):
         self.loss = loss
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
-        self.make_optimizer = optimizer
-        self.make_lr_scheduler = lr_scheduler
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Outputs of the network, (n, num_classes) or (n, num_classes, steps)."""
@@ -183,18 +179,9 @@ class Classifier(L.LightningModule):
         check_train_loss(self, loss, batch_idx)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate(batch, "val", self.val_accuracy)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate(batch, "test", self.test_accuracy)
-
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Classes, (n,) or (n, steps), int64."""
         return self(batch[0]).argmax(dim=1)
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        return optimizer_and_scheduler(self.parameters(), self.make_optimizer, self.make_lr_scheduler)
 
     def _training_loss(self, batch: Any) -> Tensor:
         inputs, targets = self.inputs_and_targets(batch)
@@ -212,7 +199,7 @@ class Classifier(L.LightningModule):
             )
         return 0.5 * F.mse_loss(outputs, targets, reduction="sum") / len(outputs)
 
-    def _evaluate(self, batch: Any, stage: str, accuracy: MulticlassAccuracy) -> None:
+    def evaluate(self, batch: Any, batch_idx: int, stage: str) -> None:
         labels = batch[1]
         # here, not in training, where asking a GPU would cost time in every step; it comes before training, too
         low, high = (int(bound) for bound in labels.aminmax())
@@ -222,7 +209,7 @@ class Classifier(L.LightningModule):
                 f"num_classes={self.num_classes}: give network and model as many classes as the data have"
             )
         inputs, targets = self.inputs_and_targets(batch)
-        outputs = self(inputs)
+        outputs, accuracy = self(inputs), getattr(self, f"{stage}_accuracy")
         accuracy(outputs, labels)
         loss = self._average_loss(outputs, targets)
         self.log(f"{stage}_loss", loss, prog_bar=True, batch_size=len(inputs), sync_dist=True)
@@ -273,7 +260,7 @@ class RLSClassifier(RLSOptimization, Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self._training_loss(batch)  # RLS finds NaN itself, and names the layers
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
+    def configure_optimizers(self) -> Any:
         optimizer = self.make_rls(self)
         return optimizer if self.make_lr_scheduler is None else ([optimizer], [self.make_lr_scheduler(optimizer)])
 

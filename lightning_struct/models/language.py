@@ -3,7 +3,6 @@
 import statistics
 from typing import Any, Literal
 
-import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
@@ -14,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_struct.data.imdb import PADDING
 from lightning_struct.models.structured import LayerOfSizes
-from lightning_struct.models.training import check_train_loss, optimizer_and_scheduler
+from lightning_struct.models.training import Task, check_train_loss, optimizer_and_scheduler
 from lightning_struct.nn import StructuredLinear, StructuredLSTM, jacobian_norms
 from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -24,7 +23,7 @@ CELLS = {"lstm": nn.LSTM, "rnn": nn.RNN}
 INITIAL_RANGE = 0.1  # of embedding and output layer, as in torch's example
 
 
-class LanguageModel(L.LightningModule):
+class LanguageModel(Task):
     """Language model that reads a text in columns, predicting the next words (section 5.1, appendix F.2, Table 2).
 
     For example::
@@ -84,7 +83,7 @@ class LanguageModel(L.LightningModule):
         optimizer: OptimizerCallable = torch.optim.SGD,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer, lr_scheduler)
         check_positive(vocabulary_size=vocabulary_size, embedding_size=embedding_size, hidden_size=hidden_size)
         if tied and embedding_size != hidden_size:
             raise MisconfigurationException(
@@ -109,8 +108,6 @@ class LanguageModel(L.LightningModule):
         if tied:
             self.output.weight = self.embedding.weight
         self.balanced = balanced
-        self.make_optimizer = optimizer
-        self.make_lr_scheduler = lr_scheduler
         self._states: dict[str, State] = {}
         self._resumed: State | None = None  # of all columns
         self._random_states: Tensor | None = None  # of all processes
@@ -122,12 +119,7 @@ class LanguageModel(L.LightningModule):
             words: (steps, columns), int64.
             state: of the LSTM, two tensors (1, columns, hidden_size); None: zeros.
         """
-        largest = int(words.max())
-        if largest >= self.embedding.num_embeddings:
-            raise MisconfigurationException(
-                f"Word {largest} is not among the vocabulary_size={self.embedding.num_embeddings} of the model: give "
-                "it the vocabulary_size of the data"
-            )
+        _check_words(words, self.embedding.num_embeddings)
         outputs, state = self.recurrent(self.dropout(self.embedding(words)), state)
         return self.output(self.dropout(outputs)), state
 
@@ -137,14 +129,8 @@ class LanguageModel(L.LightningModule):
         self.log("train_loss", loss, prog_bar=True, batch_size=batch[0].numel(), sync_dist=True)
         return loss
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._evaluate("val", batch, batch_idx)
-
     def on_validation_epoch_end(self) -> None:
         self._log_perplexity("val")
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._evaluate("test", batch, batch_idx)
 
     def on_test_epoch_end(self) -> None:
         self._log_perplexity("test")
@@ -178,7 +164,11 @@ class LanguageModel(L.LightningModule):
         assert isinstance(random_states, Tensor)
         checkpoint["random_states"] = random_states.view(self.trainer.world_size, -1).cpu()
         if "train" in self._states:  # a resumed run may have another number of processes
-            checkpoint["state_of_the_text"] = tuple(self._all_columns(part) for part in self._states["train"])
+            parts = self._states["train"]
+            if self.trainer.world_size > 1:
+                h, c = (torch.cat(list(self.all_gather(part)), dim=1) for part in parts)
+                parts = h, c
+            checkpoint["state_of_the_text"] = parts
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._states.clear()  # of another run of this object
@@ -206,7 +196,12 @@ class LanguageModel(L.LightningModule):
 
     def _next_logits(self, stage: str, words: Tensor, batch_idx: int) -> Tensor:
         """Logits of a batch that continues the last one of this stage; the first begins with zeros as state."""
-        state = self._state_before(stage) if batch_idx else None
+        state = self._states.get(stage) if batch_idx else None
+        if batch_idx and state is None:  # the first batch of a run that is resumed from within an epoch
+            assert self._resumed is not None
+            world_size, rank = self.trainer.world_size, self.trainer.global_rank
+            h, c = (part.tensor_split(world_size, dim=1)[rank].to(self.device) for part in self._resumed)
+            state = h, c
         if state is not None and state[0].shape[1] != words.shape[1]:
             raise MisconfigurationException(
                 f"The text goes on in {words.shape[1]} columns, but its state is that of {state[0].shape[1]}: resume "
@@ -216,18 +211,11 @@ class LanguageModel(L.LightningModule):
         self._states[stage] = h.detach(), c.detach()
         return logits
 
-    def _state_before(self, stage: str) -> State:
-        if stage not in self._states:  # the first batch of a run that is resumed from within an epoch
-            assert self._resumed is not None
-            h, c = (self._own_columns(part) for part in self._resumed)
-            return h, c
-        return self._states[stage]
-
     def _next_loss(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         words, targets = batch
         return F.cross_entropy(self._next_logits(stage, words, batch_idx).flatten(0, 1), targets.flatten())
 
-    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def evaluate(self, batch: tuple[Tensor, Tensor], batch_idx: int, stage: str) -> None:
         loss = self._next_loss(stage, batch, batch_idx)
         self.log(f"{stage}_loss", loss, prog_bar=True, batch_size=batch[0].numel(), sync_dist=True)
 
@@ -235,11 +223,14 @@ class LanguageModel(L.LightningModule):
         average = self.trainer.callback_metrics[f"{stage}_loss"]  # over all words and processes
         self.log(f"{stage}_perplexity", average.exp(), prog_bar=True)
 
-    def _all_columns(self, part: Tensor) -> Tensor:
-        return part if self.trainer.world_size == 1 else torch.cat(list(self.all_gather(part)), dim=1)
 
-    def _own_columns(self, part: Tensor) -> Tensor:
-        return part.tensor_split(self.trainer.world_size, dim=1)[self.trainer.global_rank].to(self.device)
+def _check_words(words: Tensor, vocabulary_size: int) -> None:
+    """Refuse words that the embedding does not have."""
+    if (largest := int(words.max())) >= vocabulary_size:
+        raise MisconfigurationException(
+            f"Word {largest} is not among the vocabulary_size={vocabulary_size} of the network: give network and data "
+            "the same vocabulary_size"
+        )
 
 
 def _random_state(device: torch.device) -> Tensor:
@@ -300,13 +291,8 @@ class RecurrentNetwork(nn.Module):
         cell: Literal["lstm", "rnn"] = "lstm",
     ) -> None:
         super().__init__()
-        check_positive(
-            vocabulary_size=vocabulary_size,
-            embedding_size=embedding_size,
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-            num_classes=num_classes,
-        )
+        check_positive(vocabulary_size=vocabulary_size, embedding_size=embedding_size, hidden_size=hidden_size)
+        check_positive(num_layers=num_layers, num_classes=num_classes)
         if cell not in CELLS:
             raise MisconfigurationException(f"cell must be 'lstm' or 'rnn', but is {cell!r}")
         self.embedding = nn.Embedding(vocabulary_size, embedding_size, padding_idx=PADDING)
@@ -319,12 +305,7 @@ class RecurrentNetwork(nn.Module):
         Raises:
             MisconfigurationException: if a word has a number that the embedding does not have.
         """
-        largest = int(words.max())
-        if largest >= self.embedding.num_embeddings:
-            raise MisconfigurationException(
-                f"Word {largest} is not among the vocabulary_size={self.embedding.num_embeddings} of the network: give "
-                "network and data the same vocabulary_size"
-            )
+        _check_words(words, self.embedding.num_embeddings)
         lengths = words.ne(PADDING).sum(dim=1).cpu()
         texts = pack_padded_sequence(self.embedding(words), lengths, batch_first=True, enforce_sorted=False)
         _, state = self.recurrent(texts)

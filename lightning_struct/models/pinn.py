@@ -4,10 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce
@@ -18,7 +16,7 @@ from lightning_struct.functional.jacobian.derivatives import (
     tanh_network_laplacian,
 )
 from lightning_struct.mixins.shf import SHFOptimization
-from lightning_struct.models.training import check_train_loss, optimizer_and_scheduler
+from lightning_struct.models.training import Task, check_train_loss
 from lightning_struct.optim.shf import SHF
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
@@ -38,9 +36,8 @@ class TanhNetwork(nn.Module):
 
     def __init__(self, dimension: int, hidden_sizes: Sequence[int]) -> None:
         super().__init__()
-        layers = [
-            layer for sizes in pairwise([dimension, *hidden_sizes, 1]) for layer in (nn.Linear(*sizes), nn.Tanh())
-        ]
+        sizes = [dimension, *hidden_sizes, 1]
+        layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.Tanh())]
         self.layers = nn.Sequential(*layers[:-1])
 
     def forward(self, points: Tensor) -> Tensor:
@@ -56,7 +53,7 @@ class TanhNetwork(nn.Module):
         return tanh_network_laplacian(list(self.layers), points, coordinates)
 
 
-class PhysicsInformedNetwork(L.LightningModule):
+class PhysicsInformedNetwork(Task):
     """A network that is trained to solve a differential equation (Raissi, Perdikaris & Karniadakis, 2019).
 
     It is called with points, by block, and returns the residuals there. The loss is the sum over blocks of half the
@@ -106,7 +103,7 @@ class PhysicsInformedNetwork(L.LightningModule):
         optimizer: OptimizerCallable = torch.optim.Adam,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer, lr_scheduler)
         check_equation(equation)
         _check_unknowns(equation)
         if isinstance(hidden_sizes, int):
@@ -118,8 +115,6 @@ class PhysicsInformedNetwork(L.LightningModule):
             )
         self.equation = equation
         self.network = network or TanhNetwork(equation.domain.dimension, hidden_sizes or [])
-        self.make_optimizer = optimizer
-        self.make_lr_scheduler = lr_scheduler
         self._squared_error: Tensor | None = None
 
     def setup(self, stage: str) -> None:
@@ -147,18 +142,6 @@ class PhysicsInformedNetwork(L.LightningModule):
         """½ mean r² of each block: summed over the conditions of a point, averaged over points."""
         return {block: 0.5 * residuals.square().sum() / len(residuals) for block, residuals in self(points).items()}
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate(batch, "test")
-
-    def on_validation_epoch_end(self) -> None:
-        self._log_error()
-
-    def on_test_epoch_end(self) -> None:
-        self._log_error()
-
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The field: (n, d + 1), the coordinates of points (n, d) and the value there, or (n, d + k)."""
         points = batch if isinstance(batch, Tensor) else batch[0]
@@ -168,10 +151,7 @@ class PhysicsInformedNetwork(L.LightningModule):
         # Lightning loads weights before Trainer(precision="64-true") makes the module float64: they would be rounded
         self.to(next(weights.dtype for weights in checkpoint["state_dict"].values() if weights.is_floating_point()))
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        return optimizer_and_scheduler(self.parameters(), self.make_optimizer, self.make_lr_scheduler)
-
-    def _evaluate(self, batch: Mapping[str, Tensor], stage: str) -> None:
+    def evaluate(self, batch: Mapping[str, Tensor], batch_idx: int, stage: str) -> None:
         losses, points = self.block_losses(batch), _points(batch)
         total = sum(losses.values(), start=torch.zeros((), device=self.device))
         self.log(f"{stage}_loss", total, prog_bar=True, batch_size=points, sync_dist=True)
@@ -189,11 +169,13 @@ class PhysicsInformedNetwork(L.LightningModule):
             squares = torch.stack([(values - solution).square().sum(), solution.square().sum()])
             self._squared_error = squares if self._squared_error is None else self._squared_error + squares
 
-    def _log_error(self) -> None:
+    def on_validation_epoch_end(self) -> None:
         if self._squared_error is not None:
             error, size = all_reduce(self._squared_error)
             self._squared_error = None
             self.log("relative_l2_error", (error / size).sqrt(), prog_bar=True, sync_dist=True)  # the same on all
+
+    on_test_epoch_end = on_validation_epoch_end
 
 
 def shf_of_residuals(module: nn.Module) -> SHF:

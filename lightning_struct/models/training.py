@@ -1,4 +1,4 @@
-"""Training of the models: their optimizers, as the command line configures them, and the check of their losses."""
+"""Training of the models: the base of their classes, their optimizers, and the check of their losses."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -37,6 +37,33 @@ def optimizer_and_scheduler(
     if lr_scheduler is None:
         return made
     return {"optimizer": made, "lr_scheduler": {"scheduler": lr_scheduler(made), "monitor": "val_loss"}}
+
+
+class Task(L.LightningModule):
+    """Base of the models: trained by any optimizer, and validated and tested alike.
+
+    Args:
+        optimizer: makes the optimizer from the parameters.
+        lr_scheduler: makes the learning-rate scheduler from the optimizer, see :func:`optimizer_and_scheduler`.
+    """
+
+    def __init__(self, optimizer: OptimizerCallable, lr_scheduler: LRSchedulerCallable | None) -> None:
+        super().__init__()
+        self.make_optimizer = optimizer
+        self.make_lr_scheduler = lr_scheduler
+
+    def evaluate(self, batch: Any, batch_idx: int, stage: str) -> None:
+        """Log losses and scores of a batch, with the name of the stage, ``"val"`` or ``"test"``, before theirs."""
+        raise NotImplementedError
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluate(batch, batch_idx, "val")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluate(batch, batch_idx, "test")
+
+    def configure_optimizers(self) -> Any:  # the class of an optimizer, in models that have but one
+        return optimizer_and_scheduler(self.parameters(), self.make_optimizer, self.make_lr_scheduler)
 
 
 def check_train_loss(module: L.LightningModule, loss: Tensor, batch_idx: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,6 @@ _log = logging.getLogger(__name__)
 
 Trained = str | nn.Module | type[nn.Module]
 """A name or a pattern of modules or parameters, a module, or a class of modules."""
-
-
-class _Place(NamedTuple):
-    """A layer that is to have an adapter; of attention, with those of its projections that are."""
-
-    name: str
-    layer: nn.Module
-    parts: list[str]
 
 
 def add_adapters(
@@ -105,12 +97,12 @@ def add_adapters(
     check_options(scale, learned_diagonals, dropout)
     selection = Selection(model, include, exclude)
     trained = _parameters_named(model, train)
-    places = _places(model, selection)
+    places, reasons = _places(model, selection)
     if not places:
         raise ValueError(
             "add_adapters adds nothing: no nn.Linear, 1 x 1 convolution or nn.MultiheadAttention that is included, not "
             f"excluded and without an adapter is in {type(model).__name__}; lightning_struct.functional.register_layer "
-            f"declares layers of other types to be linear{reasons_as_text(_reasons(model, selection))}"
+            f"declares layers of other types to be linear{reasons_as_text(reasons)}"
         )
     adapted: dict[nn.Module, AdaptedLinear | dict[str, UpdatedWeight]] = {}
     for name, layer, parts in places:
@@ -128,11 +120,8 @@ def add_adapters(
     for parameter in trained:
         parameter.requires_grad_()
     for layer, new in adapted.items():
-        if isinstance(new, AdaptedLinear):
-            continue
-        for name, added in new.items():
-            module, attribute = _owner(layer, name)
-            present = _updated_weight(module, attribute)
+        for name, added in {} if isinstance(new, AdaptedLinear) else new.items():
+            module, attribute, present = _weight_of(layer, name)
             if present is None:
                 add_parametrization(module, attribute, added)
             else:
@@ -232,17 +221,13 @@ def load_adapter_state_dict(model: Model, state_dict: Mapping[str, Any]) -> Mode
     _require_adapters(model)
     state_dict = {plain_name(name): value for name, value in state_dict.items()}
     expected = adapter_state_dict(model).keys()
-    differing = {
-        "are missing in the state_dict": sorted(expected - state_dict.keys()),
-        "are not in the model": sorted(state_dict.keys() - expected),
-    }
-    for what, names in differing.items():
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ValueError(
-                f"{', '.join(names[:3])}{more} {what}: call add_adapters with the arguments with which these adapters "
-                "were made, and freeze what was frozen then"
-            )
+    missing, unknown = sorted(expected - state_dict.keys()), sorted(state_dict.keys() - expected)
+    if names := missing or unknown:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ValueError(
+            f"{', '.join(names[:3])}{more} are {'missing in the state_dict' if missing else 'not in the model'}: call "
+            "add_adapters with the arguments with which these adapters were made, and freeze what was frozen then"
+        )
     own_names = {plain_name(name): name for name in model.state_dict()}
     model.load_state_dict({own_names[name]: value for name, value in state_dict.items()}, strict=False)
     return model
@@ -272,39 +257,34 @@ def adapter_parameter_groups(model: nn.Module, lr: float, operator_factor: float
         [(2, 0.01), (4, 0.001)]
     """
     _require_adapters(model)
-    operators = {
-        id(parameter)
-        for update in model.modules()
-        if isinstance(update, StructuredUpdate) and isinstance(update.adapter, LearnedOperatorLinear)
-        for name, parameter in update.adapter.named_parameters(recurse=False)
-        if name not in ("G", "H")
-    }
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if id(parameter) not in operators], "lr": lr},
-        {"params": [parameter for parameter in trained if id(parameter) in operators], "lr": lr * operator_factor},
-    ]
+    with_operators = [u.adapter for u in _updates(model) if isinstance(u.adapter, LearnedOperatorLinear)]
+    operators = {p for layer in with_operators for name, p in layer.named_parameters() if name not in ("G", "H")}
+    others: list[nn.Parameter] = []
+    of_operators: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (of_operators if parameter in operators else others).append(parameter)
+    groups = {"params": others, "lr": lr}, {"params": of_operators, "lr": lr * operator_factor}
     return [group for group in groups if group["params"]]
 
 
 def has_adapters(model: nn.Module) -> bool:
     """Whether :func:`add_adapters` has added something that is not merged yet."""
-    return any(isinstance(module, StructuredUpdate) for module in model.modules())
+    return bool(_updates(model))
 
 
 def frozen_parameter_names(model: nn.Module) -> set[str]:
     """The names of the frozen parameters of the base, as before torch.compile; tied ones by all names."""
-    of_adapters = {
-        id(parameter)
-        for update in model.modules()
-        if isinstance(update, StructuredUpdate)
-        for parameter in update.parameters()
-    }
+    of_adapters = {parameter for update in _updates(model) for parameter in update.parameters()}
     return {
         plain_name(name)
         for name, parameter in model.named_parameters(remove_duplicate=False)
-        if not parameter.requires_grad and id(parameter) not in of_adapters
+        if not parameter.requires_grad and parameter not in of_adapters
     }
+
+
+def _updates(model: nn.Module) -> list[StructuredUpdate]:
+    return [module for module in model.modules() if isinstance(module, StructuredUpdate)]
 
 
 def _has_updated_weights(module: nn.Module) -> bool:
@@ -328,12 +308,10 @@ def _parameters_named(model: nn.Module, selectors: Trained | Iterable[Trained]) 
         if isinstance(selector, str):
             named = model.named_parameters(remove_duplicate=False)  # tied ones have several names
             found = [parameter for name, parameter in named if is_at_or_below(name, selector)]
-        elif isinstance(selector, nn.Module) or (isinstance(selector, type) and issubclass(selector, nn.Module)):
-            modules = [
-                m for m in model.modules() if m is selector or isinstance(selector, type) and isinstance(m, selector)
-            ]
-            below = {id(parameter) for module in modules for parameter in module.parameters()}
-            found = [parameter for parameter in model.parameters() if id(parameter) in below]
+        elif isinstance(selector, nn.Module):
+            found = [p for module in model.modules() if module is selector for p in module.parameters()]
+        elif isinstance(selector, type) and issubclass(selector, nn.Module):
+            found = [p for module in model.modules() if isinstance(module, selector) for p in module.parameters()]
         else:
             raise TypeError(
                 "train takes names of modules and parameters, patterns, modules and their classes, but has "
@@ -345,59 +323,49 @@ def _parameters_named(model: nn.Module, selectors: Trained | Iterable[Trained]) 
     return selected
 
 
-def _places(model: nn.Module, selection: Selection) -> list[_Place]:
-    """Places of selected layers without an adapter; a layer may stand at several places."""
+def _places(model: nn.Module, selection: Selection) -> tuple[list[tuple[str, nn.Module, list[str]]], dict[str, str]]:
+    """Places of selected layers without an adapter, and the reasons why other layers with matrices get none.
+
+    Returns:
+        Name, layer, and projections of attention, of each place, where a layer may stand at several; and the reasons by
+        the names of layers.
+    """
     adapters = [layer for layer in model.modules() if isinstance(layer, AdaptedLinear | StructuredUpdate)]
-    left_alone = {below for layer in adapters for below in layer.modules()}
-    left_alone |= hidden_layers(model, of_other_forwards=True)
-    places = []
+    below = {module for layer in adapters for module in layer.modules()} - set(adapters)
+    below |= {*_updates(model), *hidden_layers(model, of_other_forwards=True)}
+    places: list[tuple[str, nn.Module, list[str]]] = []
+    reasons: dict[str, str] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
-        if layer in left_alone:
+        if layer in below:
             continue
-        if isinstance(layer, nn.MultiheadAttention):
-            adapted = {
-                part
-                for part, (weight, row, _) in _blocks_of(layer).items()
-                if (present := _updated_weight(*_owner(layer, weight))) and str(row) in present.updates
-            }
-            sizes = dict.fromkeys(PROJECTIONS, layer.embed_dim) | {"k_proj": layer.kdim, "v_proj": layer.vdim}
-            linears = {part: nn.Linear(size, layer.embed_dim, device="meta") for part, size in sizes.items()}
-            parts = [
-                part
-                for part, linear in linears.items()
-                if part not in adapted and selection.has(f"{name}.{part}" if name else part, linear, layer)
-            ]
-        else:
-            is_linear = has_linear_weight(layer) or is_pointwise(layer)
-            parts = [name] if is_linear and selection.has(name, layer) else []
+        parts: list[str] = []
+        reason = None  # also for a layer without a matrix
+        if isinstance(layer, AdaptedLinear):
+            reason = "it has an adapter"
+        elif isinstance(layer, nn.MultiheadAttention):
+            blocks = {part: (_weight_of(layer, weight)[2], row) for part, (weight, row) in _blocks_of(layer).items()}
+            adapted = {part for part, (present, row) in blocks.items() if present and str(row) in present.updates}
+            for part, size in zip(PROJECTIONS, (layer.embed_dim, layer.kdim, layer.vdim, layer.embed_dim), strict=True):
+                linear = nn.Linear(size, layer.embed_dim, device="meta")
+                if part not in adapted and selection.has(f"{name}.{part}" if name else part, linear, layer):
+                    parts.append(part)
+            reason = "it has an adapter" if adapted else selection.why_not(name, layer)
+        elif isinstance(layer, StructuredLinear | FrozenLinear):
+            reason = "it is structured"
+        elif has_linear_weight(layer) or is_pointwise(layer):
+            reason = selection.why_not(name, layer)
+            parts = [name] if reason is None else []
+        elif isinstance(layer, nn.RNNBase | nn.RNNCellBase):
+            reason = "it is recurrent"
+        elif isinstance(layer, CONVOLUTIONS):
+            reason = "it is a convolution of more than single pixels"
+        elif ".quantized." in type(layer).__module__ and hasattr(layer, "weight"):
+            reason = "it is quantised"
         if parts:
-            places.append(_Place(name, layer, parts))
-    return places
-
-
-def _reasons(model: nn.Module, selection: Selection) -> dict[str, str]:
-    """Why layers with matrices get no adapter, by their names."""
-    adapters = [layer for layer in model.modules() if isinstance(layer, AdaptedLinear)]
-    left = {below for layer in adapters for below in layer.modules()} - set(adapters)
-    left |= hidden_layers(model, of_other_forwards=True)
-    named = model.named_modules()
-    reasons = {name: _why_not(name, layer, selection) for name, layer in named if layer not in left}
-    return {name or "the model": reason for name, reason in reasons.items() if reason is not None}
-
-
-def _why_not(name: str, layer: nn.Module, selection: Selection) -> str | None:
-    """The reason for which a layer gets no adapter; None for what has no matrix."""
-    if isinstance(layer, AdaptedLinear) or _has_updated_weights(layer):
-        return "it has an adapter"
-    if isinstance(layer, StructuredLinear | FrozenLinear):
-        return "it is structured"
-    if isinstance(layer, nn.RNNBase | nn.RNNCellBase):
-        return "it is recurrent"
-    if ".quantized." in type(layer).__module__ and hasattr(layer, "weight"):
-        return "it is quantised"
-    if has_linear_weight(layer) or is_pointwise(layer) or isinstance(layer, nn.MultiheadAttention):
-        return selection.why_not(name, layer)
-    return "it is a convolution of more than single pixels" if isinstance(layer, CONVOLUTIONS) else None
+            places.append((name, layer, parts))
+        elif reason is not None:
+            reasons[name or "the model"] = reason
+    return places, reasons
 
 
 def _adapted(
@@ -419,52 +387,48 @@ def _adapted(
     if kind_of(layer) is None:
         raise ValueError(f"the forward of {type(layer).__name__} is its own")
     updates: dict[str, dict[int, StructuredUpdate]] = {}
-    for part, (name, row, rows) in _blocks_of(layer).items():
+    for part, (name, row) in _blocks_of(layer).items():
         if part not in parts:
             continue
-        module, attribute = _owner(layer, name)
+        module, attribute, _ = _weight_of(layer, name)
         if parametrize.is_parametrized(module) and not _has_updated_weights(module):
             raise ValueError(
                 f"{name}, which has {part}, or a weight beside it is parametrized: undo that first "
                 "(torch.nn.utils.parametrize.remove_parametrizations)"
             )
         weight = getattr(module, attribute)
-        update = StructuredUpdate(adapter(weight, weight.shape[1], rows), **options)
+        update = StructuredUpdate(adapter(weight, weight.shape[1], layer.embed_dim), **options)
         updates.setdefault(name, {})[row] = update
     return {name: UpdatedWeight(of_rows) for name, of_rows in updates.items()}
 
 
-def _blocks_of(attention: nn.MultiheadAttention) -> dict[str, tuple[str, int, int]]:
-    """For each projection the name of its weight, the first row and the number of rows there."""
+def _blocks_of(attention: nn.MultiheadAttention) -> dict[str, tuple[str, int]]:
+    """For each projection the name of its weight, and the first of its ``embed_dim`` rows there."""
     kind = kind_of(attention)
-    blocks: dict[str, tuple[str, int, int]] = {}
+    blocks: dict[str, tuple[str, int]] = {}
     for matrix in () if kind is None else kind.matrices(attention):
         parts = PROJECTIONS[:3] if matrix.groups == 3 else [matrix.weight.replace(".", "_").removesuffix("_weight")]
-        for index, part in enumerate(parts):
-            blocks[part] = matrix.weight, index * attention.embed_dim, attention.embed_dim
+        blocks |= {part: (matrix.weight, index * attention.embed_dim) for index, part in enumerate(parts)}
     return blocks
 
 
-def _updated_weight(module: nn.Module, name: str) -> UpdatedWeight | None:
-    """Parametrizations that add updates to a weight of the module."""
-    if not parametrize.is_parametrized(module, name):
-        return None
-    parts = module.parametrizations[name]  # type: ignore[index]
-    return next((part for part in parts if isinstance(part, UpdatedWeight)), None)
-
-
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _weight_of(attention: nn.Module, name: str) -> tuple[nn.Module, str, UpdatedWeight | None]:
+    """The module that has a weight of attention, its attribute there, and the parametrization that adds updates."""
     path, _, attribute = name.rpartition(".")
-    return module.get_submodule(path), attribute
+    module = attention.get_submodule(path)
+    if not parametrize.is_parametrized(module, attribute):
+        return module, attribute, None
+    parts = module.parametrizations[attribute]  # type: ignore[index]
+    return module, attribute, next((part for part in parts if isinstance(part, UpdatedWeight)), None)
 
 
 def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
+    cannot = f"the adapter of {name or 'the model'} cannot be added to its weight"
     is_structured = isinstance(layer.base, StructuredLinear)
     if is_structured:
         raise ValueError(
-            f"the adapter of {name or 'the model'} cannot be added to its weight: its base is a "
-            f"{type(layer.base).__name__}, whose matrix is made of few numbers. Leave the adapter in, or merge it "
-            "before the base is replaced"
+            f"{cannot}: its base is a {type(layer.base).__name__}, whose matrix is made of few numbers. Leave the "
+            "adapter in, or merge it before the base is replaced"
         )
     kind = kind_of(layer.base)
     tensors = layer.base._parameters | layer.base._buffers  # torch leaves a frozen weight without its norm as a buffer
@@ -472,10 +436,9 @@ def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
     own = layer.base._parameters.get("weight")
     if kind is None and own is not None and own.shape == (layer.out_features, layer.in_features):
         raise ValueError(
-            f"the adapter of {name or 'the model'} cannot be added to its weight: {type(layer.base).__name__} has a "
-            "forward of its own, as with an activation, after which the adapter adds. Leave the adapter in; or declare "
-            "by register_layer that the class computes what nn.Linear does, or leave the layer out by exclude=... of "
-            "add_adapters"
+            f"{cannot}: {type(layer.base).__name__} has a forward of its own, as with an activation, after which the "
+            "adapter adds. Leave the adapter in; or declare by register_layer that the class computes what nn.Linear "
+            "does, or leave the layer out by exclude=... of add_adapters"
         )
     if weight is None or not weight.is_floating_point() or weight.numel() != layer.in_features * layer.out_features:
         raise ValueError(

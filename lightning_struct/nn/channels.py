@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -114,8 +114,12 @@ class PatchLinear(nn.Module):
         if is_traced(input):
             return whole_call(self, input)
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel_size) - 1]
-        factors = low_rank_factors(self.linear)
-        if factors is None:
+        linear = self.linear
+        if isinstance(linear, LowRank) and linear.pad is None:
+            factors: Iterable[Tensor] = linear.G, linear.H
+        elif isinstance(linear, FrozenLinear) and linear.class_name == "LowRank" and hasattr(linear, "matrix_G"):
+            factors = (linear.get_buffer(f"matrix_{name}") for name in "GH")
+        else:
             with torch.autocast(input.device.type, enabled=False):  # products need the dtype of their parameters
                 filters = self.weight
             return convolve(input, filters, self.bias, self.stride, self.padding, self.dilation)
@@ -130,16 +134,6 @@ class PatchLinear(nn.Module):
     def extra_repr(self) -> str:
         names = ("kernel_size", "stride", "padding", "dilation")
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
-
-
-def low_rank_factors(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """G (m, r) and H (n, r) of a layer with the matrix G Hᵀ, frozen or not; None for other layers."""
-    if isinstance(linear, LowRank) and linear.pad is None:
-        return linear.G, linear.H
-    frozen: Any = linear
-    if isinstance(linear, FrozenLinear) and hasattr(linear, "matrix_G"):
-        return frozen.matrix_G, frozen.matrix_H
-    return None
 
 
 def as_matrix(layer: nn.Module) -> nn.Linear | None:

@@ -94,7 +94,7 @@ def apply_structure(model: Model, structure: Mapping[str, Mapping[str, Any]]) ->
     """
     present = dict(model.named_modules(remove_duplicate=False))
     structure = {
-        name: entry for name, entry in structure.items() if name not in present or not _is_as(present[name], entry)
+        name: entry for name, entry in structure.items() if name not in present or _entry(present[name]) != entry
     }
     if not structure:
         return model
@@ -143,12 +143,6 @@ def _entry(layer: nn.Module) -> dict[str, Any] | None:
     return {"class": "BlockStructured", "size": layer.size, **in_shape, **out_size, "blocks": first}
 
 
-def _is_as(layer: nn.Module, entry: Mapping[str, Any]) -> bool:
-    """Whether a layer is what a structure has in its place already."""
-    own = _entry(layer)
-    return own is not None and own == entry
-
-
 def _in_place_of(name: str, old: nn.Module, entry: Mapping[str, Any]) -> nn.Module | None:
     """The replacement of a layer in the structure; None if the layer has no matrix."""
     if entry["class"] == "BlockStructured":
@@ -176,12 +170,14 @@ def _arguments(layer: StructuredLinear) -> dict[str, Any]:
 
 def _factory(entry: Mapping[str, Any]) -> LayerFactory:
     """Makes layers of the class and with the arguments of an entry."""
+    known, name = {_name_of(layer_class): layer_class for layer_class in _derived(StructuredLinear)}, entry["class"]
+    if name not in known:
+        raise ValueError(f"the structure has the class {name}, which is not known: import its module first")
     arguments = {key: value for key, value in entry.items() if key != "class"}
-    layer_class = _class_named(entry["class"])
 
     def factory(in_features: int, out_features: int, bias: bool) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
-            return layer_class(in_features, out_features, bias=bias, **arguments)
+            return known[name](in_features, out_features, bias=bias, **arguments)
 
     return factory
 
@@ -192,18 +188,9 @@ def _name_of(layer_class: type[StructuredLinear]) -> str:
     return layer_class.__name__ if is_ours else f"{layer_class.__module__}:{layer_class.__qualname__}"
 
 
-def _class_named(name: str) -> type[StructuredLinear]:
-    """The class that a structure names."""
-    known = {_name_of(of): of for of in _classes(StructuredLinear)}
-    if name not in known:
-        raise ValueError(f"the structure has the class {name}, which is not known: import its module first")
-    return known[name]
-
-
-def _classes(of: type[StructuredLinear]) -> Iterator[type[StructuredLinear]]:
-    for derived in of.__subclasses__():
-        yield derived
-        yield from _classes(derived)
+def _derived(layer_class: type[StructuredLinear]) -> Iterator[type[StructuredLinear]]:
+    for derived in layer_class.__subclasses__():
+        yield from (derived, *_derived(derived))
 
 
 def freeze(model: Model, *, dense: bool = False) -> Model:

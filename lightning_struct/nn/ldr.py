@@ -95,6 +95,8 @@ class LearnedOperatorLinear(GeneratorLinear):
 
     methods: ClassVar[tuple[str, ...]]
     """The values of ``method`` besides ``"auto"``."""
+    corner_name: ClassVar[str]
+    """The name of the parameters of corners, ``"corner"`` if an operator has one, ``"corners"`` if it has two."""
 
     subdiagonal_a: nn.Parameter
     subdiagonal_b: nn.Parameter
@@ -140,6 +142,15 @@ class LearnedOperatorLinear(GeneratorLinear):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, corner={self.corner!r}"
 
+    def _add_operators(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        for name in self.weight_names[2:]:
+            entries, _, side = name.rpartition("_")
+            size = self.rows if side == "a" else self.columns
+            length = {"corner": 1, "corners": 2, "diagonal": size}.get(entries, size - 1)
+            is_absent = entries == self.corner_name and self.corner == "zero"
+            parameter = None if is_absent else nn.Parameter(torch.empty(length, device=device, dtype=dtype))
+            self.register_parameter(name, parameter)
+
     def _sum_of_squares(self) -> float:
         return sum_of_overlaps(self.out_features, self.in_features)
 
@@ -175,9 +186,12 @@ class LearnedOperatorLinear(GeneratorLinear):
         return start._replace(error=error) if math.isfinite(error) else start
 
     def _set(self, start: _Start) -> None:
-        self._set_operators(start.a, start.b)
-        self.G.copy_(start.G)
-        self.H.copy_(start.H)
+        for side, operator, generators, near in (("a", start.a, self.G, start.G), ("b", start.b, self.H, start.H)):
+            getattr(self, f"subdiagonal_{side}").copy_(operator.subdiagonal)
+            corners = getattr(self, f"{self.corner_name}_{side}")
+            if corners is not None:
+                corners[0] = operator.corner
+            generators.copy_(near)
 
     def _refine(self, weight: Tensor, iterations: int) -> None:
         self._refine_from_here(weight, iterations)
@@ -196,9 +210,6 @@ class LearnedOperatorLinear(GeneratorLinear):
         coordinates = BalancedCoordinates(self)
         refine_(coordinates.variables, coordinates.to_dense, weight, iterations)
         coordinates.write_back()
-
-    def _set_operators(self, a: SubdiagonalOperator, b: SubdiagonalOperator) -> None:
-        """Make A and B these, with their corners where they have corners at all."""
 
 
 # Products between two choices; and after how many a choice is made anew although the parameters seem not to have
@@ -315,6 +326,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 
     methods = SUBDIAGONAL_METHODS
     weight_names: ClassVar[tuple[str, ...]] = ("G", "H", "subdiagonal_a", "corner_a", "subdiagonal_b", "corner_b")
+    corner_name = "corner"
 
     corner_a: nn.Parameter | None
     corner_b: nn.Parameter | None
@@ -333,8 +345,12 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 
     @property
     def operators(self) -> tuple[SubdiagonalOperator, SubdiagonalOperator]:
-        corner_a, corner_b = self._corners()
-        return SubdiagonalOperator(self.subdiagonal_a, corner_a), SubdiagonalOperator(self.subdiagonal_b, corner_b)
+        zero = self.G.new_zeros(1)
+        corner_a, corner_b = (zero if corner is None else corner for corner in (self.corner_a, self.corner_b))
+        return (
+            SubdiagonalOperator(self.subdiagonal_a, corner_a.squeeze(0)),
+            SubdiagonalOperator(self.subdiagonal_b, corner_b.squeeze(0)),
+        )
 
     def log_ranges(self) -> tuple[Tensor, Tensor]:
         """The detrended log-ranges of A and B, () each.
@@ -357,30 +373,9 @@ class LDRSubdiagonal(LearnedOperatorLinear):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, method={self.method!r}"
 
-    def _add_operators(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        for name, size in (("a", self.rows), ("b", self.columns)):
-            self.register_parameter(
-                f"subdiagonal_{name}", nn.Parameter(torch.empty(size - 1, device=device, dtype=dtype))
-            )
-            corner = nn.Parameter(torch.empty(1, device=device, dtype=dtype)) if self.corner == "learned" else None
-            self.register_parameter(f"corner_{name}", corner)
-
-    def _corners(self) -> tuple[Tensor, Tensor]:
-        if self.corner_a is None or self.corner_b is None:
-            zero = self.G.new_zeros(())
-            return zero, zero
-        return self.corner_a.squeeze(0), self.corner_b.squeeze(0)
-
-    def _set_operators(self, a: SubdiagonalOperator, b: SubdiagonalOperator) -> None:
-        self.subdiagonal_a.copy_(a.subdiagonal)
-        self.subdiagonal_b.copy_(b.subdiagonal)
-        if self.corner_a is not None and self.corner_b is not None:
-            self.corner_a.copy_(a.corner)
-            self.corner_b.copy_(b.corner)
-
     def _all_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        corner_a, corner_b = self._corners()
-        return self.subdiagonal_a, corner_a, self.subdiagonal_b, corner_b, *self._generators()
+        a, b = self.operators
+        return a.subdiagonal, a.corner, b.subdiagonal, b.corner, *self._generators()
 
     def _square_to_dense(self) -> Tensor:
         return subdiagonal_to_dense(*self._all_weights())
@@ -395,7 +390,11 @@ class LDRSubdiagonal(LearnedOperatorLinear):
             choices = None if _is_mapped_over(self.subdiagonal_a) else self._choices
             latest = None if choices is None else choices.latest
             return subdiagonal_matmul(*weights, x, latest or method_for_any_operators(self.rows, self.columns))
-        return subdiagonal_product(*weights, x, method=self._chosen(x.shape[:-1].numel()))
+        self._choices, batch = self._choices or MethodChoices(), x.shape[:-1].numel()
+        method = self._choices.method(
+            batch, self._operators_version, lambda: self._choose(batch), self._divides_by_zero
+        )
+        return subdiagonal_product(*weights, x, method=method)
 
     def _prepares_dense(self, rows: int) -> bool:
         if self.method != "auto":
@@ -411,11 +410,6 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 
     def _prepare_factors(self) -> PreparedMatrix:
         return self._part(subdiagonal_factors(*self._all_weights()))
-
-    def _chosen(self, batch: int) -> str:
-        if self._choices is None:
-            self._choices = MethodChoices()
-        return self._choices.method(batch, self._operators_version, lambda: self._choose(batch), self._divides_by_zero)
 
     @property
     def _operators_version(self) -> int | None:
@@ -482,6 +476,7 @@ class LDRTridiagonal(LearnedOperatorLinear):
     """
 
     methods = TRIDIAGONAL_METHODS
+    corner_name = "corners"
     weight_names: ClassVar[tuple[str, ...]] = ("G", "H") + tuple(
         f"{entries}_{name}"
         for name in ("a", "b")
@@ -509,14 +504,6 @@ class LDRTridiagonal(LearnedOperatorLinear):
             TridiagonalOperator(self.subdiagonal_b, self.diagonal_b, self.superdiagonal_b, corners_b),
         )
 
-    def _add_operators(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        for name, size in (("a", self.rows), ("b", self.columns)):
-            lengths = {"subdiagonal": size - 1, "diagonal": size, "superdiagonal": size - 1, "corners": 2}
-            for entries, length in lengths.items():
-                absent = entries == "corners" and self.corner == "zero"
-                parameter = None if absent else nn.Parameter(torch.empty(length, device=device, dtype=dtype))
-                self.register_parameter(f"{entries}_{name}", parameter)
-
     def _square_to_dense(self) -> Tensor:
         return tridiagonal_to_dense(*self.operators, *self._generators(), self.method)
 
@@ -528,13 +515,6 @@ class LDRTridiagonal(LearnedOperatorLinear):
 
     def _prepares_dense(self, rows: int) -> bool:
         return True
-
-    def _set_operators(self, a: SubdiagonalOperator, b: SubdiagonalOperator) -> None:
-        self.subdiagonal_a.copy_(a.subdiagonal)
-        self.subdiagonal_b.copy_(b.subdiagonal)
-        if self.corners_a is not None and self.corners_b is not None:
-            self.corners_a[0] = a.corner
-            self.corners_b[0] = b.corner
 
     def _refinement(self) -> int:
         # An evaluation multiplies Krylov matrices: O(m n min(m, n)).

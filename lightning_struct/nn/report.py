@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import groupby
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,9 +17,12 @@ from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.updates import StructuredUpdate
 
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
-_WITH_MATRICES = (nn.MultiheadAttention, *CONVOLUTIONS, *_TRANSPOSED, *_RECURRENT, nn.Bilinear, FrozenLinear)
+_NEVER_REPLACED: tuple[tuple[Any, str], ...] = (
+    ((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), "it is a transposed convolution"),
+    (nn.LSTM, "it is recurrent: put a StructuredLSTM in its place"),
+    ((nn.RNNBase, nn.RNNCellBase), "it is recurrent"),
+    (nn.Bilinear, "it is bilinear: it has a matrix for each output"),
+)
 _left: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Why a layer was left by what has looked at it last."""
 
@@ -109,8 +113,18 @@ def reasons_for_left(model: nn.Module) -> dict[str, str]:
     for name, layer in model.named_modules():
         if isinstance(layer, StructuredLinear) or layer in in_attention:
             continue
-        if isinstance(layer, _WITH_MATRICES) or has_linear_weight(layer):
-            reasons[name or "(model)"] = _left.get(layer) or _why_not(layer) or "nothing has replaced it"
+        reason = next((reason for classes, reason in _NEVER_REPLACED if isinstance(layer, classes)), None)
+        if isinstance(layer, FrozenLinear):
+            reason = f"it is a frozen {layer.class_name}: the report from before freeze has its parameters"
+        elif isinstance(layer, nn.MultiheadAttention):
+            reason = why_not_called(layer)
+        elif isinstance(layer, CONVOLUTIONS):
+            reason = why_not_pointwise(layer)
+        elif has_linear_weight(layer):
+            reason = why_not_linear(layer)
+        elif reason is None:
+            continue  # it has no matrix
+        reasons[name or "(model)"] = _left.get(layer) or reason or "nothing has replaced it"
     return reasons
 
 
@@ -118,25 +132,6 @@ def reasons_as_text(reasons: Mapping[str, str]) -> str:
     """The end of a sentence that names layers and the reasons, at most five."""
     more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
     return "".join(f"; {name}: {reason}" for name, reason in list(reasons.items())[:5]) + more
-
-
-def _why_not(layer: nn.Module) -> str | None:
-    """The reason for which a layer with matrices cannot be replaced, or not by replace_linear; None if it can."""
-    if isinstance(layer, FrozenLinear):
-        return f"it is a frozen {layer.class_name}: the report from before freeze has its parameters"
-    if isinstance(layer, nn.MultiheadAttention):
-        return why_not_called(layer)
-    if isinstance(layer, CONVOLUTIONS):
-        return why_not_pointwise(layer)
-    if isinstance(layer, _TRANSPOSED):
-        return "it is a transposed convolution"
-    if isinstance(layer, nn.LSTM):
-        return "it is recurrent: put a StructuredLSTM in its place"
-    if isinstance(layer, _RECURRENT):
-        return "it is recurrent"
-    if isinstance(layer, nn.Bilinear):
-        return "it is bilinear: it has a matrix for each output"
-    return why_not_linear(layer)
 
 
 def _class_of(layer: StructuredLinear) -> str:

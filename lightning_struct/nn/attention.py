@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -172,28 +170,10 @@ def why_not_called(attention: nn.MultiheadAttention) -> str | None:
     return None
 
 
-def with_projections(
-    attention: nn.MultiheadAttention, replacement: Callable[[str, nn.Linear], nn.Module | None]
-) -> StructuredAttention | None:
-    """The attention with other projections, and with its hooks.
-
-    Args:
-        attention: stays as it is.
-        replacement: gives the layer in place of a projection, by its name; None for a projection that stays.
-
-    Returns:
-        None if all projections stay.
-    """
-    linears = projections_of(attention)
-    layers = {name: replacement(name, linear) for name, linear in linears.items()}
-    if not any(layers.values()):
-        return None
-    q_proj, k_proj, v_proj, out_proj = (layers[name] or own_linear(linears[name]) for name in PROJECTIONS)
+def with_own_projections(attention: nn.MultiheadAttention) -> StructuredAttention:
+    """The attention with its projections as layers, in memory of their own, and with its hooks."""
     called = StructuredAttention(
-        q_proj,
-        k_proj,
-        v_proj,
-        out_proj,
+        *(own_linear(linear) for linear in projections_of(attention).values()),
         embed_dim=attention.embed_dim,
         num_heads=attention.num_heads,
         dropout=attention.dropout,
@@ -201,32 +181,6 @@ def with_projections(
     ).train(attention.training)
     take_hooks(called, attention)
     return called
-
-
-def with_own_projections(attention: nn.MultiheadAttention) -> StructuredAttention:
-    """The attention with its projections as layers, in memory of their own, and with its hooks."""
-    called = with_projections(attention, lambda _, linear: own_linear(linear))
-    assert called is not None
-    return called
-
-
-def called_attention(
-    model: nn.Module, is_wanted: Callable[[str, nn.MultiheadAttention], bool]
-) -> list[tuple[str, nn.MultiheadAttention, StructuredAttention]]:
-    """Each place of attention in a model, what is there, and what calls its projections, one for all places of one.
-
-    Args:
-        model: stays as it is.
-        is_wanted: of the name and the attention.
-    """
-    made: dict[nn.MultiheadAttention, StructuredAttention] = {}
-    places = []
-    for name, attention in model.named_modules(remove_duplicate=False):
-        if isinstance(attention, nn.MultiheadAttention) and is_wanted(name, attention):
-            if attention not in made:
-                made[attention] = with_own_projections(attention)
-            places.append((name, attention, made[attention]))
-    return places
 
 
 def own_linear(linear: nn.Linear) -> nn.Linear:

@@ -18,7 +18,6 @@ from lightning_struct.functional.checks import is_real
 from lightning_struct.functional.layers.registry import hidden_layers
 from lightning_struct.functional.torch_tools import in_eval_mode
 from lightning_struct.nn.approximation import progress_bar
-from lightning_struct.nn.attention import StructuredAttention, called_attention, why_not_called
 from lightning_struct.nn.candidates import (
     Option,
     least_increase,
@@ -28,7 +27,14 @@ from lightning_struct.nn.candidates import (
 )
 from lightning_struct.nn.channels import as_matrix, in_place_of, why_not_linear
 from lightning_struct.nn.monarch import Monarch
-from lightning_struct.nn.replace import LayerFactory, log_left, put_in_place, replacement, set_modules
+from lightning_struct.nn.replace import (
+    LayerFactory,
+    called_attention,
+    log_left,
+    put_in_place,
+    replacement,
+    set_modules,
+)
 from lightning_struct.nn.report import note_left, reasons_as_text, reasons_for_left
 from lightning_struct.nn.selection import Model, Selection, Selector
 from lightning_struct.nn.structured import StructuredLinear
@@ -118,8 +124,8 @@ def compress(
         raise ValueError("compress measures losses on data, but data has no batches")
     parameters = _count(model)
     selection = Selection(model, include, exclude)
-    with _called_attention(model) as owners:
-        places = _places(model, owners, selection)
+    with called_attention(model, lambda name, _: bool(name)) as (_, stands_for):
+        places = _places(model, stands_for, selection)
         measured = functools.partial(_mean_loss, batches=batches, loss=loss or _output_change(model, batches))
         with observed_outputs([model.get_submodule(n[0]) for n in places] if candidates is None else []) as moments:
             start = measured(model)
@@ -153,7 +159,7 @@ def compress(
             choice = least_increase(options, allowed - others)
         for names, index in zip(places, choice, strict=True):
             if index == 0:
-                _note_left(model.get_submodule(names[0]), owners, "compress leaves it as it is")
+                _note_left(model.get_submodule(names[0]), stands_for, "compress chose no replacement")
         compressed = put_in_place(model, chosen_layers(choice))
     _log.info(
         "compressed from %s to %s parameters, %d of %d layers: loss %.4g before, %.4g now, %.4g by the sum of single "
@@ -221,33 +227,11 @@ def _check_has_values(model: nn.Module) -> None:
             )
 
 
-@contextmanager
-def _called_attention(model: nn.Module) -> Iterator[dict[nn.Module, nn.Module]]:
-    """The model with attention that calls its projections; where none of them was replaced, it is put back at the end.
-
-    Yields:
-        For each of these, the attention that it stands for.
-    """
-    places = called_attention(model, lambda name, attention: bool(name) and why_not_called(attention) is None)
-    encoders = [(m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
-    put_in_place(model, [(name, called) for name, _, called in places])
-    try:
-        yield {called: attention for _, attention, called in places}
-    finally:
-        back: list[tuple[str, nn.Module]] = [
-            (name, attention)
-            for name, attention, called in places
-            if not any(isinstance(layer, StructuredLinear) for layer in called.modules())
-        ]
-        set_modules(model, back)
-        for encoder, used_nested_tensor in encoders:
-            if not any(isinstance(module, StructuredAttention) for module in encoder.modules()):
-                encoder.use_nested_tensor = used_nested_tensor
+_StandsFor = Mapping[nn.Module, tuple[nn.Linear, nn.Module]]
 
 
-def _places(model: nn.Module, owners: dict[nn.Module, nn.Module], selection: Selection) -> list[list[str]]:
+def _places(model: nn.Module, stands_for: _StandsFor, selection: Selection) -> list[list[str]]:
     """The names of each selected layer; several where it stands at several places."""
-    owner_of = {part: owner for called, owner in owners.items() for part in called.children()}
     left = hidden_layers(model, of_other_forwards=True)
     left |= {part for module in model.modules() if isinstance(module, StructuredLinear) for part in module.modules()}
     holders: dict[nn.Parameter, set[nn.Module]] = {}
@@ -259,9 +243,9 @@ def _places(model: nn.Module, owners: dict[nn.Module, nn.Module], selection: Sel
     for name, layer in model.named_modules(remove_duplicate=False):
         if layer in left or as_matrix(layer) is None:
             continue
-        reason = selection.why_not(name, layer, owner_of.get(layer))
+        reason = selection.why_not(name, *stands_for.get(layer, (layer,)))
         if reason is not None:
-            _note_left(layer, owners, f"compress: {reason}")
+            _note_left(layer, stands_for, f"compress: {reason}")
         elif isinstance(layer, nn.Linear) and (reason := why_not_linear(layer)) and not selection.names(name, layer):
             log_left(name, layer, reason)
         elif layer in shared:
@@ -277,12 +261,10 @@ def _places(model: nn.Module, owners: dict[nn.Module, nn.Module], selection: Sel
     return list(names.values())
 
 
-def _note_left(layer: nn.Module, owners: dict[nn.Module, nn.Module], reason: str) -> None:
+def _note_left(layer: nn.Module, stands_for: _StandsFor, reason: str) -> None:
     """Keep the reason for a layer, and for the attention that is put back if none of its projections is replaced."""
-    note_left(layer, reason)
-    for called, owner in owners.items():
-        if layer in called.children():
-            note_left(owner, reason)
+    for left in (layer, *stands_for.get(layer, ())[1:]):
+        note_left(left, reason)
 
 
 def _measured_options(

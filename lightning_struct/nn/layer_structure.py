@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.nn.attention import PROJECTIONS, called_attention
+from lightning_struct.nn.attention import PROJECTIONS
 from lightning_struct.nn.channels import CONVOLUTIONS, ChannelLinear, PatchLinear, as_matrix, in_place_of
 from lightning_struct.nn.convolutions import BlockStructured, blocks_in_place_of
 from lightning_struct.nn.frozen import FrozenLinear
-from lightning_struct.nn.replace import LayerFactory, put_in_place, replacement
+from lightning_struct.nn.replace import LayerFactory, called_attention, put_in_place, replacement
 from lightning_struct.nn.selection import Model
 from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.torch_modules import copy_hooks, take_hooks
@@ -102,7 +102,12 @@ def apply_structure(model: Model, structure: Mapping[str, Mapping[str, Any]]) ->
     def has_projections(name: str, attention: nn.Module) -> bool:
         return any((f"{name}.{part}" if name else part) in structure for part in PROJECTIONS)
 
-    put_in_place(model, [(name, called) for name, _, called in called_attention(model, has_projections)])
+    with called_attention(model, has_projections) as (called, _):
+        return put_in_place(called, _new_layers(called, structure))
+
+
+def _new_layers(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, nn.Module]]:
+    """The layers of a structure by their names, for a model whose attention calls its projections."""
     made: dict[nn.Module, nn.Module] = {}
     places: list[tuple[str, nn.Module]] = []
     named = dict(model.named_modules(remove_duplicate=False))
@@ -124,7 +129,7 @@ def apply_structure(model: Model, structure: Mapping[str, Mapping[str, Any]]) ->
             take_hooks(new, old)
             made[old] = new
         places.append((name, new))
-    return put_in_place(model, places)
+    return places
 
 
 def _entry(layer: nn.Module) -> dict[str, Any] | None:

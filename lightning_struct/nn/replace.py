@@ -7,14 +7,15 @@ import inspect
 import logging
 import reprlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_struct.functional.layers.registry import hidden_layers
-from lightning_struct.nn.attention import StructuredAttention, why_not_called, with_projections
+from lightning_struct.nn.attention import StructuredAttention, projections_of, why_not_called, with_own_projections
 from lightning_struct.nn.channels import has_linear_weight, in_place_of, is_pointwise, linear_of, why_not_linear
 from lightning_struct.nn.report import note_left, reasons_as_text, reasons_for_left
 from lightning_struct.nn.selection import Model, Selection, Selector
@@ -87,33 +88,104 @@ def replace_linear(
         ['LowRank', 'ReLU', 'Linear']
     """
     selection = Selection(model, include, exclude)
-    in_attention = hidden_layers(model, of_other_forwards=True)
-    replacements: dict[int, nn.Module | None] = {}
-    places: list[tuple[str, nn.Module]] = []
-    for name, layer in model.named_modules(remove_duplicate=False):
-        if isinstance(layer, StructuredLinear) or layer in in_attention:
-            continue
-        if id(layer) not in replacements or replacements[id(layer)] is None:
-            replacements[id(layer)] = _replacement_of(name, layer, factory, selection)
-        replacement = replacements[id(layer)]
-        if replacement is not None and (isinstance(layer, nn.MultiheadAttention) or selection.has(name, layer)):
-            places.append((name, replacement))
-    if not places:
-        structured = [name for name, layer in model.named_modules() if isinstance(layer, StructuredLinear)]
-        reasons = {name or "the model": "it is structured" for name in structured} | reasons_for_left(model)
-        raise ValueError(
-            "replace_linear replaces nothing: no nn.Linear, attention or 1 x 1 convolution that is included and not "
-            f"excluded is in {type(model).__name__}; lightning_struct.functional.register_layer declares layers of "
-            f"other types to be linear{reasons_as_text(reasons)}"
+
+    def is_wanted(name: str, attention: nn.MultiheadAttention) -> bool:
+        reasons = [
+            selection.why_not(f"{name}.{part}" if name else part, linear, attention)
+            for part, linear in projections_of(attention).items()
+        ]
+        if all(reasons):
+            note_left(attention, f"replace_linear: {reasons[-1]}")
+        return not all(reasons)
+
+    with called_attention(model, is_wanted) as (called, stands_for):
+        hidden = hidden_layers(called, of_other_forwards=True)
+        replacements: dict[nn.Module, nn.Module] = {}
+        places: list[tuple[str, nn.Module]] = []
+        for name, layer in called.named_modules(remove_duplicate=False):
+            if isinstance(layer, StructuredLinear) or layer in hidden:
+                continue
+            if isinstance(layer, nn.MultiheadAttention):
+                if (reason := why_not_called(layer)) is not None:
+                    log_left(name, layer, reason)
+                continue
+            if not is_pointwise(layer) and not has_linear_weight(layer):
+                continue
+            if (reason := selection.why_not(name, *stands_for.get(layer, (layer,)))) is not None:
+                if layer not in replacements:
+                    note_left(layer, f"replace_linear: {reason}")
+                continue
+            reason = None if is_pointwise(layer) else why_not_linear(layer)
+            if reason is not None and not selection.names(name, layer):
+                log_left(name, layer, reason)
+                continue
+            if layer not in replacements:
+                linear = linear_of(layer)
+                structured = replacement(name, linear, factory)
+                log_replacement(name, linear, structured)
+                replacements[layer] = in_place_of(layer, structured)
+                take_hooks(replacements[layer], layer)
+            places.append((name, replacements[layer]))
+        if not places:
+            structured_layers = [name for name, layer in model.named_modules() if isinstance(layer, StructuredLinear)]
+            reasons = {name or "the model": "it is structured" for name in structured_layers} | reasons_for_left(model)
+            raise ValueError(
+                "replace_linear replaces nothing: no nn.Linear, attention or 1 x 1 convolution that is included and "
+                f"not excluded is in {type(model).__name__}; lightning_struct.functional.register_layer declares "
+                f"layers of other types to be linear{reasons_as_text(reasons)}"
+            )
+        frozen = [name or "the model" for name, layer in places if not any(p.requires_grad for p in layer.parameters())]
+        if frozen and not is_from_linear(factory):
+            warnings.warn(
+                f"{', '.join(frozen)}: frozen weights were replaced by random ones, which stay frozen. Leave such "
+                "layers out by exclude=..., or begin near to their weights by the from_linear of a class",
+                stacklevel=2,
+            )
+        return put_in_place(called, places)
+
+
+@contextmanager
+def called_attention(
+    model: Model, is_wanted: Callable[[str, nn.MultiheadAttention], bool]
+) -> Iterator[tuple[Model, dict[nn.Module, tuple[nn.Linear, nn.MultiheadAttention]]]]:
+    """A context in which attention calls its projections. If none of these is replaced, it is put back at the end.
+
+    Args:
+        model: changed in place.
+        is_wanted: of the name and the attention; the others stay, as those do that cannot call their projections.
+
+    Yields:
+        ``model``, or what calls its projections if it is attention itself; and for each projection in the memory of its
+        own the one that it stands for, and the attention.
+    """
+    made: dict[nn.MultiheadAttention, StructuredAttention] = {}
+    places: list[tuple[str, nn.MultiheadAttention]] = []
+    for name, attention in model.named_modules(remove_duplicate=False):
+        if (
+            isinstance(attention, nn.MultiheadAttention)
+            and why_not_called(attention) is None
+            and (attention in made or is_wanted(name, attention))
+        ):
+            made[attention] = made.get(attention) or with_own_projections(attention)
+            places.append((name, attention))
+    projections = {attention: list(called.children()) for attention, called in made.items()}
+    encoders = [(m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
+    changed = put_in_place(model, [(name, made[attention]) for name, attention in places])
+    try:
+        yield (
+            changed,
+            {
+                own: (linear, attention)
+                for attention, of in projections.items()
+                for own, linear in zip(of, projections_of(attention).values(), strict=True)
+            },
         )
-    frozen = [name or "the model" for name, layer in places if not any(p.requires_grad for p in layer.parameters())]
-    if frozen and not is_from_linear(factory):
-        warnings.warn(
-            f"{', '.join(frozen)}: frozen weights were replaced by random ones, which stay frozen. Leave such layers "
-            "out by exclude=..., or begin near to their weights by the from_linear of a class",
-            stacklevel=2,
-        )
-    return put_in_place(model, places)
+    finally:
+        unchanged = {attention for attention, of in projections.items() if list(made[attention].children()) == of}
+        set_modules(changed, [(name, attention) for name, attention in places if attention in unchanged])
+        for encoder, used_nested_tensor in encoders:
+            if not any(isinstance(module, StructuredAttention) for module in encoder.modules()):
+                encoder.use_nested_tensor = used_nested_tensor
 
 
 def put_in_place(model: Model, places: list[tuple[str, nn.Module]]) -> Model:
@@ -156,48 +228,6 @@ def set_modules(model: Model, places: list[tuple[str, nn.Module]]) -> Model:
             encoder.use_nested_tensor = False  # nested tensors are for the path that reads the weights
     itself = next((module for name, module in places if not name), model)
     return cast("Model", itself)  # another class for a layer that is no part of a model: to type checkers the same
-
-
-def _replacement_of(name: str, layer: nn.Module, factory: LayerFactory, selection: Selection) -> nn.Module | None:
-    """The replacement of a layer; None if it stays."""
-
-    def replace(name: str, linear: nn.Linear) -> nn.Module:
-        structured = replacement(name, linear, factory)
-        log_replacement(name, linear, structured)
-        return structured
-
-    if isinstance(layer, nn.MultiheadAttention):
-        if (reason := why_not_called(layer)) is not None:
-            log_left(name, layer, reason)
-            return None
-        reasons: dict[str, str] = {}
-
-        def projection(part: str, linear: nn.Linear) -> nn.Module | None:
-            of_part = f"{name}.{part}" if name else part
-            if (reason := selection.why_not(of_part, linear, layer)) is not None:
-                reasons[part] = f"replace_linear: {reason}"
-                return None
-            return replace(of_part, linear)
-
-        attention = with_projections(layer, projection)
-        if attention is None:
-            note_left(layer, reasons["out_proj"])
-            return None
-        for part, reason in reasons.items():
-            note_left(attention.get_submodule(part), reason)
-        return attention
-    if not is_pointwise(layer) and not has_linear_weight(layer):
-        return None
-    if (reason := selection.why_not(name, layer)) is not None:
-        note_left(layer, f"replace_linear: {reason}")
-        return None
-    reason = None if is_pointwise(layer) else why_not_linear(layer)
-    if reason is not None and not selection.names(name, layer):
-        log_left(name, layer, reason)
-        return None
-    new = in_place_of(layer, replace(name, linear_of(layer)))
-    take_hooks(new, layer)
-    return new
 
 
 def replacement(name: str, linear: nn.Linear, factory: LayerFactory) -> nn.Module:

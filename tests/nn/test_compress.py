@@ -617,7 +617,7 @@ def test_report_says_what_compress_has_left_and_why():
     model = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3), nn.Linear(3, 3))
     compress(model, batches(), budget=0.7, candidates=ranks, exclude="3")
     assert isinstance(model[0], LowRank)
-    assert replacement_report(model).skipped == {"2": "compress leaves it as it is", "3": "compress: exclude has it"}
+    assert replacement_report(model).skipped == {"2": "compress chose no replacement", "3": "compress: exclude has it"}
     encoder = nn.TransformerEncoderLayer(24, 2, 48, dropout=0.0)
     compress(encoder, batches(), budget=0.9, candidates=ranks, include=["linear1", "linear2"])
     assert replacement_report(encoder).skipped["self_attn"] == "compress: include does not have it"

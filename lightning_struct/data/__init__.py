@@ -14,28 +14,8 @@ from lightning_struct.data.sampling import DrawLoader, IndependentDraws, keep_ba
 from lightning_struct.data.text_corpus import TextCorpusDataModule
 
 __all__ = [
-    "BatchedTensorDataset",
-    "Box",
-    "Burgers",
-    "CIFAR10DataModule",
-    "CharactersDataModule",
-    "CurvesDataModule",
-    "DifferentialEquation",
-    "DrawLoader",
-    "Faces",
-    "Heat",
-    "IMDBDataModule",
-    "InMemoryDataModule",
-    "IndependentDraws",
-    "MNISTDataModule",
-    "MNISTVariantDataModule",
-    "NORBDataModule",
-    "PointDraws",
-    "PointsDataModule",
-    "Poisson",
-    "RectanglesDataModule",
-    "Region",
-    "TextCorpusDataModule",
-    "USPSDataModule",
-    "keep_batch",
-]
+    "BatchedTensorDataset", "Box", "Burgers", "CIFAR10DataModule", "CharactersDataModule", "CurvesDataModule",
+    "DifferentialEquation", "DrawLoader", "Faces", "Heat", "IMDBDataModule", "InMemoryDataModule", "IndependentDraws",
+    "MNISTDataModule", "MNISTVariantDataModule", "NORBDataModule", "PointDraws", "PointsDataModule", "Poisson",
+    "RectanglesDataModule", "Region", "TextCorpusDataModule", "USPSDataModule", "keep_batch",
+]  # fmt: skip

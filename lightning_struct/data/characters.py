@@ -8,11 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_struct.data.files import NAME_DIRECTORY, NAME_TEXT_FILE, DamagedFileError, naming_file, read_or_explain
-from lightning_struct.data.in_memory import (
-    BatchedTensorDataset,
-    InMemoryDataModule,
-    Splits,
-)
+from lightning_struct.data.in_memory import BatchedTensorDataset, InMemoryDataModule, Splits
 from lightning_struct.data.text_corpus import synthetic_text
 from lightning_struct.utilities.checks import check_counts, check_positive
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -79,10 +75,8 @@ class CharactersDataModule(InMemoryDataModule):
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
         check_positive(train_size=train_size, val_size=val_size, test_size=test_size)
         check_counts(steps=steps)
-        self.text_file = text_file
+        self.text_file, self.steps, self.synthetic = text_file, steps, synthetic
         self.path = (Path(data_dir, FILE) if text_file is None else Path(text_file)).expanduser()
-        self.steps = steps
-        self.synthetic = synthetic
 
     def load_splits(self) -> Splits:
         if self.synthetic:

@@ -85,15 +85,9 @@ class CIFAR10DataModule(DownloadedDataModule):
         **options: Any,
     ) -> None:
         super().__init__(
-            data_dir,
-            batch_size,
-            draws,
-            eval_batch_size=eval_batch_size,
-            train_size=train_size,
-            val_size=val_size,
-            test_size=test_size,
-            **options,
-        )
+            data_dir, batch_size, draws, eval_batch_size=eval_batch_size,
+            train_size=train_size, val_size=val_size, test_size=test_size, **options,
+        )  # fmt: skip
         self.grey = grey
 
     @property

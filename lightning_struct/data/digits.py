@@ -35,9 +35,9 @@ class DigitsDataModule(DownloadedDataModule):
     def read_part(self, paths: list[Path], train: bool, download: bool) -> LabelledImages:
         """The official training or test part from its files: images (n, pixels), uint8, and labels (n,), int64."""
 
-    @abstractmethod
     def choose(self, official_train: LabelledImages, official_test: LabelledImages) -> dict[str, LabelledImages]:
         """The three sets, by name, from the two official parts."""
+        return choose_at_random(self.title, official_train, official_test, self.sizes)
 
     @property
     def paths(self) -> list[Path]:
@@ -127,9 +127,6 @@ class MNISTDataModule(DigitsDataModule):
             raise DamagedFileError(paths[1], f"has {len(part.targets)} labels for {len(part.data)} images")
         check_labels(paths[1], part.targets, CLASSES)
         return part.data.flatten(1), part.targets
-
-    def choose(self, official_train: LabelledImages, official_test: LabelledImages) -> dict[str, LabelledImages]:
-        return choose_at_random(self.title, official_train, official_test, self.sizes)
 
 
 class USPSDataModule(DigitsDataModule):

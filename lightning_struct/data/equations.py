@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_struct.functional.jacobian.derivatives import laplacian, partial_derivatives
+from lightning_struct.utilities.checks import check, check_counts
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 # Points (n, d) to values (n,), or (n, k) for k unknown functions, each row by itself.
@@ -114,9 +115,8 @@ class Box(Region):
             raise MisconfigurationException(
                 f"A grid of {count} points has none for each of the {2**self.dimension} corners: ask for more"
             )
-        axes = [
-            torch.linspace(low, high, along, dtype=torch.float64) for low, high in zip(self.low, self.high, strict=True)
-        ]
+        ends = zip(self.low, self.high, strict=True)
+        axes = [torch.linspace(low, high, along, dtype=torch.float64) for low, high in ends]
         return torch.cartesian_prod(*axes).reshape(-1, self.dimension)
 
 
@@ -275,16 +275,12 @@ class Poisson(DifferentialEquation):
     """
 
     def __init__(self, dimension: int = 2, form: Literal["product", "sum"] = "product") -> None:
-        if dimension < 1:
-            raise MisconfigurationException(f"dimension must be at least 1, but is {dimension}")
-        if form not in ("product", "sum"):
-            raise MisconfigurationException(f"form must be 'product' or 'sum', but is {form!r}")
+        check_counts(dimension=dimension)
+        check("form", form, form in ("product", "sum"), "'product' or 'sum'")
         self.form = form
         self.domain = Box([0.0] * dimension, [1.0] * dimension)
         self.regions = {"interior": self.domain, "boundary": Faces(self.domain)}
-        self.coordinates = (
-            ("x", "y", "z")[:dimension] if dimension <= 3 else tuple(f"x{i + 1}" for i in range(dimension))
-        )
+        self.coordinates = tuple("xyz"[:dimension] if dimension <= 3 else [f"x{i + 1}" for i in range(dimension)])
 
     def residual(self, block: str, u: Field, points: Tensor) -> Tensor:
         if block == "boundary":
@@ -294,6 +290,12 @@ class Poisson(DifferentialEquation):
 
     def solution(self, points: Tensor) -> Tensor:
         return (math.pi * points).sin().prod(1) if self.form == "product" else (math.pi * points).cos().sum(1)
+
+
+def _line_in_time(low: float, high: float) -> tuple[Box, dict[str, Region]]:
+    """The domain and the regions of points (x, t) with x between two ends and t in [0, 1]."""
+    domain, initial = Box([low, 0.0], [high, 1.0]), Box([low, 0.0], [high, 0.0])
+    return domain, {"interior": domain, "boundary": Faces(domain, coordinates=[0]), "initial": initial}
 
 
 class Heat(DifferentialEquation):
@@ -316,15 +318,9 @@ class Heat(DifferentialEquation):
     coordinates = ("x", "t")
 
     def __init__(self, conductivity: float = 0.25) -> None:
-        if not conductivity > 0:
-            raise MisconfigurationException(f"conductivity must be positive, but is {conductivity}")
+        check("conductivity", conductivity, conductivity > 0, "positive")
         self.conductivity = conductivity
-        self.domain = Box([0.0, 0.0], [1.0, 1.0])
-        self.regions = {
-            "interior": self.domain,
-            "boundary": Faces(self.domain, coordinates=[0]),
-            "initial": Box([0.0, 0.0], [1.0, 0.0]),
-        }
+        self.domain, self.regions = _line_in_time(0.0, 1.0)
 
     def residual(self, block: str, u: Field, points: Tensor) -> Tensor:
         if block == "boundary":
@@ -366,15 +362,9 @@ class Burgers(DifferentialEquation):
     coordinates = ("x", "t")
 
     def __init__(self, viscosity: float = 0.01 / math.pi) -> None:
-        if not viscosity > 0:
-            raise MisconfigurationException(f"viscosity must be positive, but is {viscosity}")
+        check("viscosity", viscosity, viscosity > 0, "positive")
         self.viscosity = viscosity
-        self.domain = Box([-1.0, 0.0], [1.0, 1.0])
-        self.regions = {
-            "interior": self.domain,
-            "boundary": Faces(self.domain, coordinates=[0]),
-            "initial": Box([-1.0, 0.0], [1.0, 0.0]),
-        }
+        self.domain, self.regions = _line_in_time(-1.0, 1.0)
         roots, weights = np.polynomial.hermite.hermgauss(_QUADRATURE_NODES)
         self._roots, self._log_weights = torch.from_numpy(roots), torch.from_numpy(weights).log()
 

@@ -4,7 +4,7 @@ import lzma
 import struct
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -21,15 +21,8 @@ SYNTHETIC_REMEDY = "train on procedurally made data of the same shapes (--data.s
 
 # what the readers of text, archives and images raise about content
 READING_ERRORS = (
-    OSError,
-    EOFError,
-    ValueError,
-    IndexError,
-    SyntaxError,
-    struct.error,
-    zlib.error,
-    lzma.LZMAError,
-    tarfile.TarError,
+    *(OSError, EOFError, ValueError, IndexError, SyntaxError),
+    *(struct.error, zlib.error, lzma.LZMAError, tarfile.TarError),
 )
 
 T = TypeVar("T")
@@ -74,6 +67,25 @@ def check_labels(path: Path, labels: Tensor, classes: int) -> None:
         first = int(wrong[0])
         raise DamagedFileError(
             path, f"gives sample {first} (counted from 0) the label {labels[first]:g}, not one of 0 to {classes - 1}"
+        )
+
+
+def check_vocabulary(saved: Sequence[str], here: Sequence[str], source: str, options: str) -> None:
+    """Check that the words of a checkpoint are those of the data, in the same order.
+
+    Args:
+        saved: words of the checkpoint by their numbers.
+        here: those of the data.
+        source: what has them, for the error.
+        options: names of the options that they depend on.
+
+    Raises:
+        MisconfigurationException: if they differ.
+    """
+    if saved != here:
+        raise MisconfigurationException(
+            f"The checkpoint was trained on another vocabulary ({len(saved)} words) than that of the {source} here "
+            f"({len(here)} words): give the {options} of its run"
         )
 
 

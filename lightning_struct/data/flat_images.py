@@ -5,8 +5,10 @@ from abc import abstractmethod
 from typing import Any, ClassVar, Literal
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_struct.data.files import read_or_explain
 from lightning_struct.data.in_memory import (
     BatchedTensorDataset,
     InMemoryDataModule,
@@ -44,6 +46,8 @@ class FlatImagesDataModule(InMemoryDataModule):
     """
 
     title: ClassVar[str]
+    files: str
+    """The contents that ``data_dir`` must have, for errors."""
 
     def __init__(
         self,
@@ -65,30 +69,46 @@ class FlatImagesDataModule(InMemoryDataModule):
         check("train_fraction", train_fraction, is_share, "above 0 and at most 1")
         check_counts(train_size=train_size, test_size=test_size)
         self.data_dir = os.path.expanduser(data_dir)
-        self.generate = generate
-        self.synthetic = synthetic
-        self.train_size = train_size
-        self.test_size = test_size
-        self.val_fraction = val_fraction
-        self.train_fraction = train_fraction
+        self.generate, self.synthetic = generate, synthetic
+        self.train_size, self.test_size = train_size, test_size
+        self.val_fraction, self.train_fraction = val_fraction, train_fraction
 
     @abstractmethod
+    def read(self) -> tuple[LabelledImages, LabelledImages]:
+        """Training and test part of the official files: images (n, pixels), uint8 or float32 in [0, 1], and labels.
+
+        Labels are (n,), int64.
+        """
+
+    @abstractmethod
+    def make(self) -> tuple[LabelledImages, LabelledImages]:
+        """Training and test part that are made, likewise, by ``seed`` if ``synthetic``, else always the same."""
+
     def load_parts(self) -> tuple[LabelledImages, LabelledImages]:
-        """Training and test part: images (n, pixels), uint8 or float32 in [0, 1], and labels (n,), int64."""
+        """Training and test part, read or made.
+
+        Raises:
+            MisconfigurationException: if the files cannot be had or are damaged.
+        """
+        if self.generate or self.synthetic:
+            rank_zero_info(f"{self.title}: made by our own generator; these are not the official images.")
+            return self.make()
+        return read_or_explain(self.title, self.read, data_dir=self.data_dir, files=self.files, generate=True)
 
     def load_splits(self) -> Splits:
-        (images, labels), (test_images, test_labels) = self.load_parts()
-        train, val = self._cut(len(images))
+        official, (test_images, test_labels) = self.load_parts()
         (test,) = split_at_random(len(test_images), {"test_size": self.test_size}, of=f"the test part of {self.title}")
-        parts = {
-            "train": (images[train], labels[train]),
-            "val": (images[val], labels[val]),
-            "test": (test_images[test], test_labels[test]),
-        }
-        scaled = {key: (as_float(f"{self.title} ({key})", part), targets) for key, (part, targets) in parts.items()}
-        mean, std = mean_and_std(scaled["train"][0])
+        parts = [(*official, numbers) for numbers in self._cut(len(official[0]))] + [(test_images, test_labels, test)]
+        scaled = [
+            as_float(f"{self.title} ({key})", images[numbers])
+            for key, (images, _, numbers) in zip(Splits._fields, parts, strict=True)
+        ]
+        mean, std = mean_and_std(scaled[0])
         return Splits(
-            **{key: BatchedTensorDataset(part.sub_(mean).div_(std), targets) for key, (part, targets) in scaled.items()}
+            *(
+                BatchedTensorDataset(images.sub_(mean).div_(std), labels[numbers])
+                for images, (_, labels, numbers) in zip(scaled, parts, strict=True)
+            )
         )
 
     def _cut(self, available: int) -> tuple[Tensor, Tensor]:

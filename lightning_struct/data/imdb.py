@@ -10,7 +10,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_struct.data.files import SYNTHETIC_REMEDY, DamagedFileError, naming_file, require_torchvision
+from lightning_struct.data.files import (
+    SYNTHETIC_REMEDY,
+    DamagedFileError,
+    check_vocabulary,
+    naming_file,
+    require_torchvision,
+)
 from lightning_struct.data.in_memory import BatchedTensorDataset, DownloadedDataModule, Splits, official_parts
 from lightning_struct.utilities.checks import check_counts, install_command, require
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -101,19 +107,12 @@ class IMDBDataModule(DownloadedDataModule):
         **options: Any,
     ) -> None:
         super().__init__(
-            data_dir,
-            batch_size,
-            draws,
-            eval_batch_size=eval_batch_size,
-            train_size=train_size,
-            val_size=val_size,
-            test_size=test_size,
-            **options,
-        )
+            data_dir, batch_size, draws, eval_batch_size=eval_batch_size,
+            train_size=train_size, val_size=val_size, test_size=test_size, **options,
+        )  # fmt: skip
         check_counts(max_length=max_length)
         check_counts(FEWEST_WORDS, vocabulary_size=vocabulary_size)
-        self.vocabulary_size = vocabulary_size
-        self.max_length = max_length
+        self.vocabulary_size, self.max_length = vocabulary_size, max_length
         self.vocabulary: list[str] = []
 
     @property
@@ -152,12 +151,8 @@ class IMDBDataModule(DownloadedDataModule):
         return {"vocabulary": self.vocabulary}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["vocabulary"] != self.vocabulary:
-            raise MisconfigurationException(
-                f"The checkpoint was trained on another vocabulary ({len(state_dict['vocabulary'])} words) than that "
-                f"of the reviews here ({len(self.vocabulary)} words): give the data_dir, train_size, val_size, "
-                "vocabulary_size and synthetic of its run"
-            )
+        options = "data_dir, train_size, val_size, vocabulary_size and synthetic"
+        check_vocabulary(state_dict["vocabulary"], self.vocabulary, "reviews", options)
 
 
 def import_torchtext() -> tuple[Split, Callable[[Counter[str], int], list[str]]]:

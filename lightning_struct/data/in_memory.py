@@ -122,12 +122,8 @@ class InMemoryDataModule(LightningDataModule, ABC):
             raise MisconfigurationException(f"draws must be 'independent' or 'epoch', but is {draws!r}")
         check_counts(batch_size=batch_size, eval_batch_size=eval_batch_size, draws_per_epoch=draws_per_epoch)
         check_counts(0, seed=seed)
-        self.batch_size = batch_size
-        self.draws = draws
-        self.draws_per_epoch = draws_per_epoch
-        self.eval_batch_size = eval_batch_size
-        self.seed = seed
-        self.drop_last = drop_last
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
+        self.draws, self.draws_per_epoch, self.seed, self.drop_last = draws, draws_per_epoch, seed, drop_last
         self.splits: Splits | None = None
 
     @abstractmethod
@@ -154,16 +150,9 @@ class InMemoryDataModule(LightningDataModule, ABC):
                 f"With drop_last nothing is left of {len(train)} training samples in batches of {self.batch_size}: "
                 "make batch_size smaller, or drop_last false."
             )
-        shuffle: DistributedSampler = DistributedSampler(
-            train, num_replicas=processes, rank=rank, shuffle=True, seed=self.seed
-        )
-        return DataLoader(
-            train,
-            batch_size=self.batch_size // processes,
-            sampler=shuffle,
-            drop_last=self.drop_last,
-            collate_fn=keep_batch,
-        )
+        shuffle: Any = DistributedSampler(train, num_replicas=processes, rank=rank, shuffle=True, seed=self.seed)
+        options: dict[str, Any] = {"batch_size": self.batch_size // processes, "drop_last": self.drop_last}
+        return DataLoader(train, sampler=shuffle, collate_fn=keep_batch, **options)
 
     def val_dataloader(self) -> DataLoader:
         return self.evaluation_dataloader("val")
@@ -228,8 +217,7 @@ class DownloadedDataModule(InMemoryDataModule):
         check_counts(train_size=train_size, val_size=val_size, test_size=test_size)
         self.data_dir = str(Path(data_dir).expanduser())
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        self.download = download
-        self.synthetic = synthetic
+        self.download, self.synthetic = download, synthetic
 
     @property
     def has_directories(self) -> bool:

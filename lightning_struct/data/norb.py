@@ -1,45 +1,30 @@
-"""NORB: toys seen by the left eye, on cluttered grounds or on plain ones; its files, and toys of our own."""
+"""NORB: toys seen by the left eye, on cluttered grounds; its files, and toys of our own."""
 
 import gzip
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from lightning_struct.data.files import DamagedFileError, check_labels, naming_file, read_or_explain
+from lightning_struct.data.files import DamagedFileError, check_labels, naming_file
 from lightning_struct.data.flat_images import FlatImagesDataModule
 from lightning_struct.data.in_memory import LabelledImages
 from lightning_struct.data.larochelle import picture_patches
-from lightning_struct.utilities.checks import check
 
 SIZE = 32
-SITES = {
-    "jittered_cluttered": "https://cs.nyu.edu/~ylclab/data/norb-v1.0/",
-    "small": "https://cs.nyu.edu/~ylclab/data/norb-v1.0-small/",
-}
-CLASSES = {"jittered_cluttered": 6, "small": 5}
-TRAIN_SIZES = {"jittered_cluttered": 291_600, "small": 24_300}
-TEST_SIZES = {"jittered_cluttered": 58_320, "small": 24_300}
+SITE = "https://cs.nyu.edu/~ylclab/data/norb-v1.0/"
+CLASSES = 6
+TRAIN_SIZE, TEST_SIZE = 291_600, 58_320
 MADE_TRAIN_SIZE, MADE_TEST_SIZE = 12_000, 10_000
 TRAIN_INSTANCES, TEST_INSTANCES = (4, 6, 7, 8, 9), (0, 1, 2, 3, 5)  # as the names of the files have them
-STEMS: dict[str, dict[str, tuple[str, ...]]] = {
-    "jittered_cluttered": {
-        "train": tuple(f"norb-5x46789x9x18x6x2x108x108-training-{number:02}" for number in range(1, 11)),
-        "test": tuple(f"norb-5x01235x9x18x6x2x108x108-testing-{number:02}" for number in (1, 2)),
-    },
-    "small": {
-        "train": ("smallnorb-5x46789x9x18x6x2x96x96-training",),
-        "test": ("smallnorb-5x01235x9x18x6x2x96x96-testing",),
-    },
-}
+TRAIN_STEMS = [f"norb-5x46789x9x18x6x2x108x108-training-{number:02}" for number in range(1, 11)]
+TEST_STEMS = [f"norb-5x01235x9x18x6x2x108x108-testing-{number:02}" for number in (1, 2)]
 # the types of the files that NORB consists of; the format has others
 ELEMENT_TYPES: dict[int, np.dtype] = {0x1E3D4C55: np.dtype("u1"), 0x1E3D4C54: np.dtype("<i4")}
 BLOCK = 512  # pairs of images
@@ -88,7 +73,6 @@ _SHIFT, _LEAST_SCALE, _TURN = 2 * 6 / 108, 0.78, math.radians(5)
 _BRIGHTNESS, _CONTRAST = 20 / 255, (0.8, 1.3)
 
 _SPAN = 1.3  # half the width of an image
-_PLAIN_GROUND = 0.8
 _RAYS = 2  # of a pixel, along each side
 _CHUNK = 64  # images
 
@@ -113,12 +97,10 @@ class NORBDataModule(FlatImagesDataModule):
     and 4 kB for one as it is trained on, together at most 1.9 GB.
 
     Args:
-        edition: ``"jittered_cluttered"``, that of the paper, or ``"small"``, 24,300 + 24,300 images of five classes on
-            plain grounds.
         data_dir: directory with the official files, ``norb-5x46789x9x18x6x2x108x108-training-01-dat.mat`` and so on,
             packed (``.mat.gz``) or not.
-        train_size: training images, those kept for validation included; None takes all of the edition, or makes 12,000.
-        test_size: test images; None takes all of the edition, or makes 10,000.
+        train_size: training images, those kept for validation included; None takes all, or makes 12,000.
+        test_size: test images; None takes all, or makes 10,000.
         **options: ``generate``, ``synthetic`` and further options, see :class:`FlatImagesDataModule` and
             :class:`InMemoryDataModule`.
 
@@ -135,44 +117,29 @@ class NORBDataModule(FlatImagesDataModule):
     """
 
     title = "NORB"
+    files = (
+        f"the dat and cat files {TRAIN_STEMS[0]}-dat.mat[.gz] to {TEST_STEMS[-1]}-cat.mat[.gz] "
+        f"of the jittered-cluttered edition, {SITE}"
+    )
 
     def __init__(
-        self,
-        edition: Literal["jittered_cluttered", "small"] = "jittered_cluttered",
-        data_dir: str = "data",
-        *,
-        train_size: int | None = None,
-        test_size: int | None = None,
-        **options: Any,
+        self, data_dir: str = "data", *, train_size: int | None = None, test_size: int | None = None, **options: Any
     ) -> None:
-        check("edition", edition, edition in STEMS, "'jittered_cluttered' or 'small'")
         made = options.get("generate") or options.get("synthetic")
-        sizes = (MADE_TRAIN_SIZE, MADE_TEST_SIZE) if made else (TRAIN_SIZES[edition], TEST_SIZES[edition])
+        sizes = (MADE_TRAIN_SIZE, MADE_TEST_SIZE) if made else (TRAIN_SIZE, TEST_SIZE)
         sizes = (sizes[0] if train_size is None else train_size, sizes[1] if test_size is None else test_size)
         super().__init__(data_dir, *sizes, **options)
-        self.edition = edition
 
-    def load_parts(self) -> tuple[LabelledImages, LabelledImages]:
-        if self.generate or self.synthetic:
-            rank_zero_info("NORB: made by our own generator; these are not the official images.")
-            generator = torch.Generator().manual_seed(self.seed if self.synthetic else 0)
-            make = partial(make_toys, size=SIZE, cluttered=self.edition != "small", generator=generator)
-            return make(self.train_size, instances=TRAIN_INSTANCES), make(self.test_size, instances=TEST_INSTANCES)
-        stems = STEMS[self.edition]
-        return read_or_explain(
-            self.title,
-            lambda: (self._read(stems["train"]), self._read(stems["test"])),
-            data_dir=self.data_dir,
-            files=f"the dat and cat files {stems['train'][0]}-dat.mat[.gz] to {stems['test'][-1]}-cat.mat[.gz] "
-            f"of {SITES[self.edition]}",
-            generate=True,
-        )
+    def make(self) -> tuple[LabelledImages, LabelledImages]:
+        generator = torch.Generator().manual_seed(self.seed if self.synthetic else 0)
+        train = make_toys(self.train_size, SIZE, instances=TRAIN_INSTANCES, generator=generator)
+        return train, make_toys(self.test_size, SIZE, instances=TEST_INSTANCES, generator=generator)
 
-    def _read(self, stems: tuple[str, ...]) -> LabelledImages:
-        directory = Path(self.data_dir)
-        parts = [read_left_images(directory, stem) for stem in stems]
-        for stem, (_, labels) in zip(stems, parts, strict=True):
-            check_labels(packed_or_not(directory, f"{stem}-cat.mat"), labels, CLASSES[self.edition])
+    def read(self) -> tuple[LabelledImages, LabelledImages]:
+        return self._read(TRAIN_STEMS), self._read(TEST_STEMS)
+
+    def _read(self, stems: Sequence[str]) -> LabelledImages:
+        parts = [read_left_images(Path(self.data_dir), stem) for stem in stems]
         images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return images, labels
 
@@ -185,27 +152,29 @@ def read_left_images(directory: Path, stem: str) -> LabelledImages:
 
     Raises:
         OSError: if a file is missing.
-        DamagedFileError: if a file is not a binary matrix, ends early, or is not the labels or the images of its pair.
+        DamagedFileError: if a file is not a binary matrix, ends early, or is not the labels or the images of its pair;
+            or if a label is out of range.
     """
-    with open_matrix(packed_or_not(directory, f"{stem}-cat.mat")) as (file, shape, dtype):
+    path = packed_or_not(directory, f"{stem}-cat.mat")
+    with open_matrix(path) as (file, shape, dtype):
         labels = torch.from_numpy(read_elements(file, math.prod(shape), dtype).astype(np.int64))
+    check_labels(path, labels, CLASSES)
     path = packed_or_not(directory, f"{stem}-dat.mat")
     with open_matrix(path) as (file, shape, dtype):
         if len(shape) != 4 or shape[1] != 2 or dtype != np.uint8 or shape[0] != len(labels):
             raise DamagedFileError(path, f"is {dtype} {shape}, not {len(labels)} pairs of images, uint8")
-        images = torch.cat([make_small(pairs[:, 0]) for pairs in read_blocks(file, shape)])
-    return images, labels
+        images = []
+        for start in range(0, shape[0], BLOCK):
+            block = (min(BLOCK, shape[0] - start), *shape[1:])
+            pairs = read_elements(file, math.prod(block), dtype).reshape(block)
+            images.append(make_small(torch.from_numpy(pairs[:, 0].copy())))
+    return torch.cat(images), labels
 
 
 def packed_or_not(directory: Path, name: str) -> Path:
     """Path of the file of this name, or else of its packed form with ``.gz`` behind it."""
     plain = directory / name
     return plain if plain.exists() else directory / f"{name}.gz"
-
-
-def open_packed_or_not(path: Path) -> BinaryIO:
-    """Open a file to read its content, unpacked if it ends in ``.gz``."""
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
 @contextmanager
@@ -218,7 +187,8 @@ def open_matrix(path: Path) -> Iterator[tuple[BinaryIO, tuple[int, ...], np.dtyp
         DamagedFileError: if the header is another, or announces more than the file can hold; and for errors about the
             content within the ``with`` block.
     """
-    with naming_file(path), open_packed_or_not(path) as file:
+    with naming_file(path), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as opened:
+        file = cast(BinaryIO, opened)
         kind, dimensions = (int(number) for number in read_elements(file, 2, np.dtype("<i4")))
         if kind not in ELEMENT_TYPES or not 1 <= dimensions <= MOST_DIMENSIONS:
             raise DamagedFileError(path, f"begins with {kind:#x} and {dimensions} dimensions: it is no matrix of NORB")
@@ -243,43 +213,30 @@ def read_elements(file: BinaryIO, count: int, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(content, dtype)
 
 
-def read_blocks(file: BinaryIO, shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """Read a uint8 matrix of this shape, 512 of its first dimension at a time."""
-    for start in range(0, shape[0], BLOCK):
-        block = (min(BLOCK, shape[0] - start), *shape[1:])
-        yield torch.from_numpy(read_elements(file, math.prod(block), np.dtype("u1")).reshape(block).copy())
-
-
 def make_small(images: Tensor) -> Tensor:
     """uint8 images (n, height, width), averaged to (n, 1024)."""
     return F.adaptive_avg_pool2d(images.float()[:, None], SIZE).round().to(torch.uint8).flatten(1)
 
 
-def make_toys(
-    count: int, size: int, *, cluttered: bool, instances: Sequence[int], generator: Generator
-) -> tuple[Tensor, Tensor]:
+def make_toys(count: int, size: int, *, instances: Sequence[int], generator: Generator) -> tuple[Tensor, Tensor]:
     """Images of toys and their labels: 0 to 4 for animal, human, plane, truck and car, and 5 for none of them.
 
     There are ten toys of a kind, each of its own proportions, which are always the same. A toy is seen from one of 9
-    heights and 18 sides, under one of 6 lamps. On cluttered grounds (pieces of pictures) it is moved, turned, made
-    smaller, and changed in brightness and contrast; a smaller toy stands near the border, and a sixth of the images
-    show that alone. So LeCun, Huang & Bottou describe NORB in "Learning methods for generic object recognition with
-    invariance to pose and lighting" (2004); the toys are our own.
+    heights and 18 sides, under one of 6 lamps. On its ground, a piece of a picture, it is moved, turned, made smaller,
+    and changed in brightness and contrast; a smaller toy stands near the border, and a sixth of the images show that
+    alone. So LeCun, Huang & Bottou describe NORB in "Learning methods for generic object recognition with invariance to
+    pose and lighting" (2004); the toys are our own.
 
     Args:
         count: number of images.
         size: height and width in pixels, 28 or more.
-        cluttered: with grounds, changes and the sixth class; else a toy in the middle of a plain ground.
         instances: the toys of each kind that are shown, 0 to 9.
         generator: source of the random numbers.
 
     Returns:
         Images (count, size * size), float32, values in [0, 1]; labels (count,), int64.
     """
-    labels = torch.randint(TOYS + cluttered, (count,), generator=generator)
-    if not cluttered:
-        images = torch.full((count, size * size), _PLAIN_GROUND)
-        return _with_toys(images, labels, instances, 1.0, torch.zeros(count, 2), generator), labels
+    labels = torch.randint(TOYS + 1, (count,), generator=generator)
     images = picture_patches(count, size, generator=generator)
     angle = 2 * math.pi * torch.rand(count, generator=generator)
     beside = _SPAN * 0.8 * torch.stack([angle.cos(), angle.sin()], 1)
@@ -295,12 +252,7 @@ def make_toys(
 
 
 def _with_toys(
-    images: Tensor,
-    kinds: Tensor,
-    instances: Sequence[int],
-    scale: Tensor | float,
-    shift: Tensor,
-    generator: Generator,
+    images: Tensor, kinds: Tensor, instances: Sequence[int], scale: Tensor | float, shift: Tensor, generator: Generator
 ) -> Tensor:
     """The images with a toy in front of each."""
     count = len(images)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -136,11 +135,10 @@ class PointDraws(IndependentDraws):
         """Points of each block in a batch of this size."""
         total, first = self.batch_size, sum(self.counts.values())
         sizes = {block: round(total * count / first) for block, count in self.counts.items()}
-        few = {block: size for block, size in sizes.items() if size < self.num_replicas}
-        if few:
+        if few := ", ".join(block for block, size in sizes.items() if size < self.num_replicas):
             raise MisconfigurationException(
-                f"{total} points leave some of the {self.num_replicas} processes without any of "
-                f"{', '.join(few)}: draw more points, or use fewer processes"
+                f"{total} points leave some of the {self.num_replicas} processes without any of {few}: draw more "
+                "points, or use fewer processes"
             )
         return sizes
 
@@ -150,29 +148,22 @@ class PointDraws(IndependentDraws):
         points = {
             block: self.regions[block].sample(count - chosen[block], generator) for block, count in counts.items()
         }
-        if any(chosen.values()):
-            assert self._residuals is not None
-            candidates = {
-                block: self.regions[block].sample(max(_CANDIDATES * count, 1), generator)
-                for block, count in chosen.items()
-            }
+        if self._residuals is not None and any(chosen.values()):
+            numbers = {block: max(_CANDIDATES * count, 1) for block, count in chosen.items()}
+            candidates = {block: self.regions[block].sample(number, generator) for block, number in numbers.items()}
             residuals = self._residuals(candidates)
             for block, count in chosen.items():
-                sizes = _sizes_of(residuals[block], block, candidates[block])
+                # absolute values of residuals, or norms where a point has several: (n,), float64
+                sizes = residuals[block].detach().to("cpu", torch.float64).reshape(numbers[block], -1).norm(dim=1)
+                if not sizes.isfinite().all():
+                    where = candidates[block][~sizes.isfinite()][0].tolist()
+                    raise ValueError(f"The residual of {block} is NaN or infinite at the point {where}")
                 if count:
-                    taken = torch.multinomial(sizes, count, generator=generator)
+                    positive = sizes.clamp_min(max(1e-12 * sizes.max().item(), torch.finfo(torch.float64).tiny))
+                    taken = torch.multinomial(positive, count, generator=generator)
                     points[block] = torch.cat([points[block], candidates[block][taken]])
         # in random order, so that the shares of processes are alike
         return {block: drawn[torch.randperm(len(drawn), generator=generator)] for block, drawn in points.items()}
-
-
-def _sizes_of(residuals: Tensor, block: str, points: Tensor) -> Tensor:
-    """Absolute values of residuals, or norms where a point has several: (n,), float64, positive."""
-    sizes = residuals.detach().to("cpu", torch.float64).reshape(len(points), -1).norm(dim=1)
-    if not sizes.isfinite().all():
-        where = points[~sizes.isfinite()][0].tolist()
-        raise ValueError(f"The residual of {block} is NaN or infinite at the point {where}")
-    return sizes.clamp_min(max(1e-12 * sizes.max().item(), torch.finfo(torch.float64).tiny))
 
 
 class PointsDataModule(LightningDataModule):
@@ -228,14 +219,9 @@ class PointsDataModule(LightningDataModule):
         _check_redraws(redraw_every_n_steps, residual_share)
         checks.check_counts(eval_count=eval_count, steps_per_epoch=steps_per_epoch, predict_count=predict_count)
         checks.check_counts(0, seed=seed)
-        self.equation = equation
-        self.counts = dict(counts)
-        self.redraw_every_n_steps = redraw_every_n_steps
-        self.residual_share = residual_share
-        self.steps_per_epoch = steps_per_epoch
-        self.eval_count = eval_count
-        self.predict_count = predict_count
-        self.seed = seed
+        self.equation, self.counts, self.seed = equation, dict(counts), seed
+        self.redraw_every_n_steps, self.residual_share = redraw_every_n_steps, residual_share
+        self.steps_per_epoch, self.eval_count, self.predict_count = steps_per_epoch, eval_count, predict_count
         self._draws: PointDraws | None = None
         self._held: dict[str, Any] | None = None
 
@@ -248,15 +234,10 @@ class PointsDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         self._draws = PointDraws(
-            self.equation.regions,
-            self.counts,
-            draws_per_epoch=self.steps_per_epoch,
-            redraw_every_n_steps=self.redraw_every_n_steps,
-            residual_share=self.residual_share,
-            residuals=self._residuals if self.trainer else None,
-            seed=self.seed,
-            **data_parallel_replicas(self.trainer),
-        )
+            self.equation.regions, self.counts, draws_per_epoch=self.steps_per_epoch, seed=self.seed,
+            redraw_every_n_steps=self.redraw_every_n_steps, residual_share=self.residual_share,
+            residuals=self._residuals if self.trainer else None, **data_parallel_replicas(self.trainer),
+        )  # fmt: skip
         if self._held is not None:
             self._draws.hold(self._held)
             self._held = None
@@ -274,17 +255,16 @@ class PointsDataModule(LightningDataModule):
 
         In a process that made no step, as one that has spawned others for it, those are uniformly distributed.
         """
-        points = self._points_of_training() if part == "train" else self._uniform_points(part)
-        return DataLoader(_OneBatch(self._in_dtype_of_module(points)), batch_size=None, collate_fn=keep_batch)
+        points: Points | None = None
+        if part == "train":
+            points = (self._held or {}).get("points") if self._draws is None else self._draws.points
+        points = points or self._uniform_points(part)
+        only_batch: Any = [self._in_dtype_of_module(points)]
+        return DataLoader(only_batch, batch_size=None, collate_fn=keep_batch)
 
     def predict_dataloader(self) -> DataLoader:
         grid = self.equation.domain.grid(self.predict_count).to(self._dtype)
         return DataLoader(BatchedTensorDataset(grid), batch_size=1000, collate_fn=keep_batch)
-
-    def _points_of_training(self) -> Points:
-        if self._draws is not None:
-            return self._draws.points
-        return (self._held or {}).get("points") or self._uniform_points("train")
 
     def _uniform_points(self, part: Literal["train", "val", "test"]) -> Points:
         counts = self.counts if part == "train" else dict.fromkeys(self.counts, self.eval_count)
@@ -333,8 +313,7 @@ def check_counts(regions: Mapping[str, Region], counts: Mapping[str, int]) -> No
             f"counts must have a number of points for each of the regions {', '.join(regions)}, but has "
             f"{', '.join(counts) or 'none'}"
         )
-    few = {block: count for block, count in counts.items() if count < 1 or not isinstance(count, Integral)}
-    if few:
+    if few := {block: count for block, count in counts.items() if not checks.is_count(count)}:
         raise MisconfigurationException(f"counts must be whole numbers of at least 1, but are {few}")
 
 
@@ -362,18 +341,3 @@ class _NoDataset(Dataset):
 
     def __len__(self) -> int:
         return 0
-
-
-class _OneBatch(Dataset):
-    """A data set whose only item is a whole batch."""
-
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
-
-    def __getitem__(self, index: int) -> Any:
-        if index != 0:
-            raise IndexError(index)
-        return self._batch
-
-    def __len__(self) -> int:
-        return 1

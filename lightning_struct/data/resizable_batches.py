@@ -54,9 +54,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         self.sampler = getattr(source, "sampler", None)  # where Lightning looks for set_epoch
         self.merges = type(source) is not BatchSampler
         self.first_size = 1 if self.merges else source.batch_size  # type: ignore[attr-defined]
-        self.size = self.first_size
-        self.accumulated = 1
-        self.splits_rest = True
+        self.size, self.accumulated, self.splits_rest = self.first_size, 1, True
         self.drop_last = not self.merges and source.drop_last  # type: ignore[attr-defined]
         self.ends: list[int] = []
         self.limit: int | None = None
@@ -67,8 +65,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
             unit = len(source[0]) if listed else getattr(source, "batch_size", None)  # type: ignore[index]
         self.samples_of_unit, self.knows_unit = unit or 1, bool(unit)
         self.started_from: RandomStates | None = None
-        self._units = units
-        self._handed = 0
+        self._units, self._handed = units, 0
         self._resumed_from: RandomStates | None = None
 
     @property
@@ -130,8 +127,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
     def batches(self, units: int) -> int:
         """Number of batches of the present size that so many units make."""
         full, rest = divmod(max(units, 0), self.size)
-        smallest = min(self.first_size, self.size) if self.drop_last else 1
-        return full + (rest >= smallest)
+        return full + (rest >= self._smallest)
 
     def first_beyond(self, units: float) -> int:
         """Number, counted from 1, of the first batch that ends at so many units or more."""
@@ -166,7 +162,6 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         """
         step = self.accumulated * self.size
         steps, left = divmod(max(units, 0), step)
-        smallest = min(self.first_size, self.size) if self.drop_last else 1
         totals = [left]
         is_short = 0 < left < self.accumulated * self.first_size
         has_grown = self.first_size < self.size or self.accumulated > 1
@@ -174,9 +169,14 @@ class ResizableBatchSampler(Sampler[list[Any]]):
             steps, totals = steps - 1, [math.ceil((step + left) / 2), (step + left) // 2]
         rest = []
         for total in totals:
-            parts = max(min(self.accumulated, total // smallest), 1)
-            rest += [total // parts + (part < total % parts) for part in range(parts) if total >= smallest]
+            parts = max(min(self.accumulated, total // self._smallest), 1)
+            rest += [total // parts + (part < total % parts) for part in range(parts) if total >= self._smallest]
         return steps * self.accumulated, rest
+
+    @property
+    def _smallest(self) -> int:
+        """Units of the smallest batch that is handed out at the present size."""
+        return min(self.first_size, self.size) if self.drop_last else 1
 
     def _end(self, batches: int) -> int:
         return self.ends[batches - 1] if batches else 0

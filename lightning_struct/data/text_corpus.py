@@ -11,7 +11,14 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_struct.data.files import NAME_DIRECTORY, NAME_TEXT_FILE, DamagedFileError, naming_file, read_or_explain
+from lightning_struct.data.files import (
+    NAME_DIRECTORY,
+    NAME_TEXT_FILE,
+    DamagedFileError,
+    check_vocabulary,
+    naming_file,
+    read_or_explain,
+)
 from lightning_struct.utilities.checks import check, check_counts, check_positive, is_count
 from lightning_struct.utilities.distributed import data_parallel_rank, data_parallel_size
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
@@ -172,13 +179,9 @@ class TextCorpusDataModule(LightningDataModule):
         check("synthetic_vocabulary", synthetic_vocabulary, enough, takes)
         self.data_dir = os.path.expanduser(data_dir)
         self.text_file = None if text_file is None else os.path.expanduser(text_file)
+        self.batch_size, self.eval_batch_size, self.steps = batch_size, eval_batch_size, steps
+        self.synthetic, self.synthetic_vocabulary, self.seed = synthetic, synthetic_vocabulary, seed
         self.least_count = least_count
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
-        self.steps = steps
-        self.synthetic = synthetic
-        self.synthetic_vocabulary = synthetic_vocabulary
-        self.seed = seed
         self._corpus: Corpus | None = None
 
     @property
@@ -216,12 +219,8 @@ class TextCorpusDataModule(LightningDataModule):
         return {"vocabulary": self.corpus.vocabulary}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["vocabulary"] != self.corpus.vocabulary:
-            raise MisconfigurationException(
-                f"The checkpoint was trained on another vocabulary ({len(state_dict['vocabulary'])} words) than that "
-                f"of the text here ({self.vocabulary_size} words): give the data_dir, text_file, train_size and "
-                "synthetic of its run"
-            )
+        options = "data_dir, text_file, train_size and synthetic"
+        check_vocabulary(state_dict["vocabulary"], self.corpus.vocabulary, "text", options)
 
     def __str__(self) -> str:
         """The words of each part, where the text has been read; Lightning's own asks for the data sets of loaders."""
@@ -248,21 +247,18 @@ class TextCorpusDataModule(LightningDataModule):
             return Corpus([f"word{number}" for number in range(self.synthetic_vocabulary)], *words.split(sizes))
         if self.text_file is not None:
             path = Path(self.text_file)
-            return read_or_explain(
-                "The text",
-                lambda: number_words(*cut_text(read_text(path), self.least_count)),
-                data_dir=str(path.parent),
-                files=path.name,
-                elsewhere=NAME_TEXT_FILE,
-            )
-        names = " or ".join(", ".join(layout.values()) for layout in LAYOUTS)
-        files = f"{names} of WikiText-2 ({SITE}), or those of another text,"
+            place, files, elsewhere = path.parent, path.name, NAME_TEXT_FILE
+        else:
+            path, place = None, Path(self.data_dir)
+            names = " or ".join(", ".join(layout.values()) for layout in LAYOUTS)
+            files = f"{names} of WikiText-2 ({SITE}), or those of another text,"
+            elsewhere = f"{NAME_DIRECTORY}, or any text (--data.text_file)"
         return read_or_explain(
             "The text",
-            lambda: number_words(*read_parts(Path(self.data_dir))),
-            data_dir=self.data_dir,
+            lambda: number_words(*(read_parts(place) if path is None else cut_text(read_text(path), self.least_count))),
+            data_dir=str(place),
             files=files,
-            elsewhere=f"{NAME_DIRECTORY}, or any text (--data.text_file)",
+            elsewhere=elsewhere,
         )
 
     def _cut(self, corpus: Corpus) -> Corpus:

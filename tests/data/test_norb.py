@@ -8,7 +8,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.data import NORBDataModule
 from lightning_struct.data.files import DamagedFileError
-from lightning_struct.data.norb import INSTANCES, STEMS, TOYS, make_small, make_toys, read_left_images
+from lightning_struct.data.norb import (
+    INSTANCES,
+    TEST_STEMS,
+    TOYS,
+    TRAIN_STEMS,
+    make_small,
+    make_toys,
+    read_left_images,
+)
 
 BYTES, INTEGERS = 0x1E3D4C55, 0x1E3D4C54
 
@@ -23,13 +31,13 @@ def write_matrix(path, kind, array, pack=False):
         path.write_bytes(content)
 
 
-def write_pair(directory, stem, first, count, size=108, classes=6, pack=False):
-    """Image number n is n everywhere in the left eye, and 255 in the right one; its class is n % classes."""
+def write_pair(directory, stem, first, count, size=108, pack=False):
+    """Image number n is n everywhere in the left eye, and 255 in the right one; its class is n % 6."""
     numbers = np.arange(first, first + count)
     images = np.full((count, 2, size, size), 255, np.uint8)
     images[:, 0] = numbers[:, None, None]
     write_matrix(directory / f"{stem}-dat.mat", BYTES, images, pack)
-    write_matrix(directory / f"{stem}-cat.mat", INTEGERS, (numbers % classes).astype("<i4"), pack)
+    write_matrix(directory / f"{stem}-cat.mat", INTEGERS, (numbers % 6).astype("<i4"), pack)
 
 
 def prepared(directory, **options):
@@ -44,22 +52,14 @@ def test_default_sizes_are_those_of_table_15():
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_all_files_of_an_edition_are_read_packed_or_not(tmp_path, pack):
-    stems = [*STEMS["jittered_cluttered"]["train"], *STEMS["jittered_cluttered"]["test"]]
+def test_all_files_are_read_packed_or_not(tmp_path, pack):
+    stems = [*TRAIN_STEMS, *TEST_STEMS]
     assert len(stems) == 12
     for number, stem in enumerate(stems):
         write_pair(tmp_path, stem, 2 * number, 2, pack=pack)
     splits = prepared(tmp_path, train_size=20, test_size=4)
     assert [len(part) for part in splits] == [17, 3, 4] and splits.train.tensors[0].shape == (17, 1024)
     assert sorted(splits.test.tensors[1].tolist()) == [20 % 6, 21 % 6, 22 % 6, 23 % 6]
-
-
-def test_small_edition_has_five_classes_and_smaller_images(tmp_path):
-    stems = STEMS["small"]
-    write_pair(tmp_path, *stems["train"], 0, 20, size=96, classes=5)
-    write_pair(tmp_path, *stems["test"], 20, 6, size=96, classes=5)
-    splits = prepared(tmp_path, edition="small", train_size=20, test_size=6)
-    assert splits.train.tensors[1].max() == 4 and [len(part) for part in splits] == [17, 3, 6]
 
 
 def test_left_images_and_labels_belong_together(tmp_path):
@@ -137,12 +137,10 @@ def test_damaged_files_are_refused(tmp_path, damage, error, message):
 
 
 def test_labels_out_of_range_are_refused(tmp_path):
-    for stem in (*STEMS["small"]["train"], *STEMS["small"]["test"]):
-        write_pair(tmp_path, stem, 0, 6, size=32, classes=6)
-    with pytest.raises(
-        MisconfigurationException, match="training-cat.mat gives sample 5 .* the label 5, not one of 0 to 4"
-    ):
-        prepared(tmp_path, edition="small", train_size=6, test_size=6)
+    write_pair(tmp_path, "some", 0, 4, size=32)
+    write_matrix(tmp_path / "some-cat.mat", INTEGERS, np.array([0, 5, 6, 1], "<i4"))
+    with pytest.raises(DamagedFileError, match="some-cat.mat gives sample 2 .* the label 6, not one of 0 to 5"):
+        read_left_images(tmp_path, "some")
 
 
 def test_missing_files_are_an_error_that_names_the_remedies(tmp_path):
@@ -152,44 +150,25 @@ def test_missing_files_are_an_error_that_names_the_remedies(tmp_path):
     assert "--data.synthetic" in str(error.value) and "download" not in str(error.value)
 
 
-def test_unknown_edition_is_refused():
-    with pytest.raises(MisconfigurationException, match="'jittered_cluttered' or 'small', but is 'large'"):
-        NORBDataModule(edition="large")
+def made(count, *, instances=range(INSTANCES), seed=0):
+    return make_toys(count, 32, instances=instances, generator=torch.Generator().manual_seed(seed))
 
 
-def made(count, *, cluttered, instances=range(INSTANCES), seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return make_toys(count, 32, cluttered=cluttered, instances=instances, generator=generator)
-
-
-@pytest.mark.parametrize("cluttered", [False, True])
-def test_images_are_grey_values_with_a_label_each(cluttered):
-    images, labels = made(60, cluttered=cluttered)
+def test_images_are_grey_values_with_a_label_each():
+    images, labels = made(60)
     assert images.shape == (60, 1024) and images.min() >= 0 and images.max() <= 1
-    assert labels.dtype == torch.int64 and set(labels.tolist()) == set(range(TOYS + cluttered))
-
-
-def test_a_plain_image_has_its_toy_in_the_middle_and_an_even_ground():
-    images, _ = made(50, cluttered=False)
-    squares = images.view(-1, 32, 32)
-    ground = squares[:, 0, 0]
-    assert ground.unique().numel() == 1
-    assert torch.equal(squares[:, 0], ground[:, None].expand(-1, 32))
-    assert ((squares[:, 12:20, 12:20] - ground[:, None, None]).abs() > 0.02).flatten(1).any(1).all()
-
-
-def test_toys_are_seen_from_other_sides_and_differ():
-    images, labels = made(200, cluttered=False, instances=[3])
-    for kind in range(TOYS):
-        assert len(images[labels == kind].unique(dim=0)) > 20
+    assert labels.dtype == torch.int64 and set(labels.tolist()) == set(range(TOYS + 1))
 
 
 def test_what_is_learned_of_some_toys_holds_for_others():
-    images, labels = made(500, cluttered=False, instances=(4, 6, 7, 8, 9))
-    others, truth = made(200, cluttered=False, instances=(0, 1, 2, 3, 5), seed=1)
-    nearest = labels[torch.cdist(others, images).argmin(dim=1)]
-    assert (nearest == truth).float().mean() > 0.5
+    images, labels = made(1000, instances=(4, 6, 7, 8, 9))
+    others, truth = made(300, instances=(0, 1, 2, 3, 5), seed=1)
+    inputs = torch.cat([images, images.new_ones(1000, 1)], 1).double()
+    targets = torch.nn.functional.one_hot(labels).double()
+    weights = torch.linalg.solve(inputs.T @ inputs + 100 * torch.eye(1025), inputs.T @ targets)
+    predicted = (torch.cat([others, others.new_ones(300, 1)], 1).double() @ weights).argmax(1)
+    assert (predicted == truth).float().mean() > 0.25  # by chance 1/6
 
 
 def test_a_single_image_may_show_none_of_the_toys():
-    assert {int(made(1, cluttered=True, seed=seed)[1]) for seed in range(20)} >= {0, TOYS}
+    assert {int(made(1, seed=seed)[1]) for seed in range(20)} >= {0, TOYS}

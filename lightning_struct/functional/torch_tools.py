@@ -116,9 +116,9 @@ class TensorFunction(Protocol):
 def opaque_operator(
     name: str, function: TensorFunction, empty_result: Callable[[Sequence[Tensor]], Tensor]
 ) -> TensorFunction:
-    """The function as the operator ``lightning_struct::name``, with its first derivatives and a rule for shapes.
+    """The same function, which in compiled graphs is the operator ``lightning_struct::name`` with first derivatives.
 
-    The function runs when the compiled graph runs. So it may read values, such as those by which it chooses between
+    There it runs when the compiled graph runs. So it may read values, such as those by which it chooses between
     methods. For its gradients it is computed again: nothing but its arguments is saved. Compiled graphs have no second
     derivatives, nor has the operator.
 
@@ -137,18 +137,13 @@ def opaque_operator(
         pull_back = torch.func.vjp(lambda *arguments: function(*arguments, method=method), *tensors)[1]
         return [gradient.clone(memory_format=torch.contiguous_format) for gradient in pull_back(cotangent)]
 
-    operator = torch.library.custom_op(
-        qualified, compute, mutates_args=(), schema="(Tensor[] tensors, str method) -> Tensor"
-    )
-    gradients = torch.library.custom_op(
-        f"{qualified}_backward",
-        differentiate,
-        mutates_args=(),
-        schema="(Tensor cotangent, Tensor[] tensors, str method) -> Tensor[]",
-    )
-
     def empty_gradients(cotangent: Tensor, tensors: list[Tensor], method: str) -> list[Tensor]:
         return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+
+    custom, schema = torch.library.custom_op, "Tensor[] tensors, str method"
+    operator = custom(qualified, compute, mutates_args=(), schema=f"({schema}) -> Tensor")
+    of_gradients = f"(Tensor cotangent, {schema}) -> Tensor[]"
+    gradients = custom(f"{qualified}_backward", differentiate, mutates_args=(), schema=of_gradients)
 
     def setup_context(ctx: Any, inputs: tuple[list[Tensor], str], output: Tensor) -> None:
         tensors, ctx.method = inputs
@@ -162,6 +157,8 @@ def opaque_operator(
     gradients.register_fake(empty_gradients)
 
     def call(*tensors: Tensor, method: str) -> Tensor:
-        return operator(list(tensors), method)
+        if torch.compiler.is_compiling():
+            return operator(list(tensors), method)
+        return function(*tensors, method=method)
 
     return call

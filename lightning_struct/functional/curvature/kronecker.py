@@ -66,34 +66,22 @@ def second_moments(
     """
     if transposed and isinstance(use, Outer):
         use = Outer(use.cotangents, use.inputs)
+    first, among = 0, groups
     if isinstance(use, Outer) and use.rows is not None:
         size = use.shape[0] // groups
-        return _among(
-            second_moments(
-                Outer(use.inputs, use.cotangents),
-                groups=(use.rows.stop - use.rows.start) // size,
-                bias=bias,
-                diagonal_inputs=diagonal_inputs,
-                diagonal_outputs=diagonal_outputs,
-            ),
-            use.rows.start // size,
-            groups,
-        )
+        first, groups = use.rows.start // size, (use.rows.stop - use.rows.start) // size
+        use = Outer(use.inputs, use.cotangents)
     moments: list[SecondMoments] = []
     for rows, cotangents in _rows(use, groups):
         rows = F.pad(rows, (0, 1), value=1.0) if bias else rows
         inputs, outputs = _second_moment(rows, diagonal_inputs), _second_moment(cotangents, diagonal_outputs)
         positions = inputs.new_full((groups,), rows.shape[1])
         moments.append(SecondMoments(inputs.expand(groups, *inputs.shape[1:]), outputs, positions))
-    return SecondMoments(
-        *(torch.stack(sums).sum(0) if len(sums) > 1 else sums[0] for sums in zip(*moments, strict=True))
-    )
-
-
-def _among(moments: SecondMoments, first: int, groups: int) -> SecondMoments:
-    """Sums of all groups from those of some, the first of which is number ``first``; zero for the others."""
-    before, after = first, groups - first - len(moments.positions)
-    sums = [torch.cat([t.new_zeros(before, *t.shape[1:]), t, t.new_zeros(after, *t.shape[1:])]) for t in moments]
+    sums = [torch.stack(parts).sum(0) if len(parts) > 1 else parts[0] for parts in zip(*moments, strict=True)]
+    if groups < among:  # the other groups have no rows
+        others = (first, among - first - groups)
+        padding = [[t.new_zeros(number, *t.shape[1:]) for number in others] for t in sums]
+        sums = [torch.cat([before, t, after]) for t, (before, after) in zip(sums, padding, strict=True)]
     return SecondMoments(*sums)
 
 

@@ -94,10 +94,8 @@ def unchecked_kronecker_root(inputs: Tensor, outputs: Tensor, damping: float) ->
     Where it is not, :func:`kronecker_root` finds the root in float64, or raises.
     """
     of_inputs, of_outputs = _shifts(inputs, outputs, damping)
-    (root_of_inputs, first), (root_of_outputs, second) = (
-        _unchecked_root(inputs, of_inputs),
-        _unchecked_root(outputs, of_outputs),
-    )
+    root_of_inputs, first = _unchecked_root(inputs, of_inputs)
+    root_of_outputs, second = _unchecked_root(outputs, of_outputs)
     return KroneckerRoot(root_of_inputs, root_of_outputs), first & second
 
 
@@ -151,9 +149,7 @@ def _root(factor: Tensor, shift: Tensor) -> Tensor:
         if good:
             return root.to(factor)
         _refuse_not_finite(factor)
-    raise NotPositiveDefinite(
-        f"the damped factor of {factor.shape[1]} rows is not positive definite, in float64 either"
-    )
+    raise NotPositiveDefinite(f"the damped factor of {len(factor[0])} rows is not positive definite, in float64 either")
 
 
 def _unchecked_root(factor: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:

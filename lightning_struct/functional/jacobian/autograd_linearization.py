@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,13 @@ from lightning_struct.functional.randomness import normal_numbers, random_state,
 from lightning_struct.functional.torch_tools import call_with
 from lightning_struct.functional.vectors import inner
 
+Function: TypeAlias = nn.Module | Callable[..., Tensor]
+
 
 class _Autograd(Linearization):
     """The part that needs a graph of the outputs only: Jᵀu, and per-sample products by vmap."""
 
-    def __init__(self, function: nn.Module | Callable[..., Tensor], params: Parameters, args: tuple[Any, ...]) -> None:
+    def __init__(self, function: Function, params: Parameters, args: tuple[Any, ...]) -> None:
         self._module = function if isinstance(function, nn.Module) else None
         self._call = partial(_call, function) if isinstance(function, nn.Module) else function
         self._args = args
@@ -40,10 +42,8 @@ class _Autograd(Linearization):
         with torch.enable_grad(), _twice_differentiable(self._module):
             self._graph = self._call(self._point, *args)
         if not isinstance(self._graph, Tensor):
-            raise TypeError(
-                f"the function must return one tensor, got {type(self._graph).__name__}: wrap it in a module that "
-                "picks it out"
-            )
+            got = type(self._graph).__name__
+            raise TypeError(f"the function must return one tensor, got {got}: wrap it in a module that picks it out")
         if not self._graph.requires_grad:
             raise ValueError(f"the outputs depend on none of the parameters {', '.join(params)}")
         self.outputs = self._graph.detach()
@@ -63,12 +63,10 @@ class _Autograd(Linearization):
         return total
 
     def _squared_norms(self, u: Tensor) -> Tensor:
-        return torch.cat(
-            [
-                torch.stack([g.square().reshape(len(g), -1).sum(1) for g in gradients.values()]).sum(0)
-                for gradients in self._per_sample_vjps(u)
-            ]
-        )
+        norms = []
+        for gradients in self._per_sample_vjps(u):
+            norms.append(torch.stack([g.square().reshape(len(g), -1).sum(1) for g in gradients.values()]).sum(0))
+        return torch.cat(norms)
 
     def _per_sample_vjps(self, u: Tensor) -> Iterator[dict[str, Tensor]]:
         """Jᵢᵀuᵢ, a few samples at a time, stacked along a new first dimension."""
@@ -99,10 +97,8 @@ class _Autograd(Linearization):
                     except RuntimeError:  # of a layer without a batching rule
                         self._is_mapped = False
                 if gradients is None:  # one sample at a time
-                    singles = [self._vjp_of_sample(u, i) for i in range(count)[rows]]
-                    gradients = {
-                        name: torch.stack(g) for name, g in zip(point, zip(*singles, strict=True), strict=True)
-                    }
+                    singles = zip(*[self._vjp_of_sample(u, i) for i in range(count)[rows]], strict=True)
+                    gradients = {name: torch.stack(g) for name, g in zip(point, singles, strict=True)}
             yield gradients
 
     def _vjp_of_sample(self, u: Tensor, i: int) -> tuple[Tensor, ...]:
@@ -117,7 +113,7 @@ class DoubleBackward(_Autograd):
 
     backend = "double_backward"
 
-    def __init__(self, function: nn.Module | Callable[..., Tensor], params: Parameters, args: tuple[Any, ...]) -> None:
+    def __init__(self, function: Function, params: Parameters, args: tuple[Any, ...]) -> None:
         with layer_derivatives(function if isinstance(function, nn.Module) else None):
             super().__init__(function, params, args)
         self._u = torch.zeros_like(self._graph, requires_grad=True)
@@ -151,7 +147,7 @@ class Linearize(_Autograd):
 
     backend = "linearize"
 
-    def __init__(self, function: nn.Module | Callable[..., Tensor], params: Parameters, args: tuple[Any, ...]) -> None:
+    def __init__(self, function: Function, params: Parameters, args: tuple[Any, ...]) -> None:
         super().__init__(function, params, args)
         point = {name: p.detach() for name, p in self._point.items()}
 

@@ -80,10 +80,8 @@ def partial_derivatives(
     if values.shape != points.shape[:1]:
         several = values.ndim == 2 and values.shape[1] > 1
         remedy = "take them one by one, as lambda x: u(x)[:, 0]" if several else "squeeze its last dimension"
-        raise ValueError(
-            f"the function returns values {tuple(values.shape)} at {len(points)} points, where one number for each is "
-            f"needed: {remedy}"
-        )
+        returned = f"the function returns values {tuple(values.shape)} at {len(points)} points"
+        raise ValueError(f"{returned}, where one number for each is needed: {remedy}")
     for coordinate in twice:
         along = _unit(points, coordinate)
 
@@ -140,11 +138,8 @@ def tanh_network_derivatives(
     coordinates = list(dict.fromkeys(chain(twice, once)))  # those of second derivatives come first
     count = len(set(twice))
     values, first, second = _through_tanh_network(layers, points, coordinates, lambda squares: squares[:count])
-    return Derivatives(
-        values,
-        dict(zip(coordinates, first, strict=True)),
-        dict(zip(coordinates[:count], second, strict=True)),
-    )
+    by_coordinate = dict(zip(coordinates, first, strict=True))
+    return Derivatives(values, by_coordinate, dict(zip(coordinates[:count], second, strict=True)))
 
 
 def tanh_network_laplacian(layers: Sequence[nn.Module], points: Tensor, coordinates: Sequence[int]) -> Tensor:
@@ -162,10 +157,7 @@ def tanh_network_laplacian(layers: Sequence[nn.Module], points: Tensor, coordina
 
 
 def _through_tanh_network(
-    layers: Sequence[nn.Module],
-    points: Tensor,
-    coordinates: Sequence[int],
-    of_squares: Callable[[Tensor], Tensor],
+    layers: Sequence[nn.Module], points: Tensor, coordinates: Sequence[int], of_squares: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Values (n,), first derivatives (k, n), and second derivatives or sums of them (c, n).
 

@@ -11,14 +11,14 @@ the network again in each of them, as forward-over-reverse differentiation does,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_struct.functional.checks import first_line
-from lightning_struct.functional.jacobian.autograd_linearization import DoubleBackward, Linearize, written
+from lightning_struct.functional.jacobian.autograd_linearization import DoubleBackward, Function, Linearize, written
 from lightning_struct.functional.jacobian.layer_chain import LayerChain, record_layer_chain
 from lightning_struct.functional.jacobian.linearization import Linearization, Parameters
 from lightning_struct.functional.layers.calls import rows_of_arguments, tensors_in
@@ -31,11 +31,7 @@ BACKENDS = ("layer_rules", "double_backward", "linearize")
 
 
 def linearize(
-    function: nn.Module | Callable[..., Tensor],
-    params: Parameters,
-    *args: Any,
-    backend: str | None = None,
-    chunk_size: int | None = None,
+    function: Function, params: Parameters, *args: Any, backend: str | None = None, chunk_size: int | None = None
 ) -> Linearization:
     """Linearise ``function`` in ``params`` at ``args``.
 
@@ -73,18 +69,16 @@ def linearize(
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
     if not isinstance(params, Mapping):
-        raise TypeError(
-            f"params must be a dict of tensors by name, as dict(model.named_parameters()), got {type(params).__name__}"
-        )
+        expected = "a dict of tensors by name, as dict(model.named_parameters())"
+        raise TypeError(f"params must be {expected}, got {type(params).__name__}")
     if not params:
         raise ValueError("params is empty: there is nothing to differentiate (are all parameters frozen?)")
     if isinstance(function, nn.Module):
         names = {name for name, _ in function.named_parameters(remove_duplicate=False)}
         names.update(name for name, _ in function.named_buffers(remove_duplicate=False))
         if unknown := [name for name in params if name not in names]:  # whose derivatives would be zero
-            raise ValueError(
-                f"{type(function).__name__} has no {', '.join(unknown)}: params are named as by named_parameters()"
-            )
+            listed = ", ".join(unknown)
+            raise ValueError(f"{type(function).__name__} has no {listed}: params are named as by named_parameters()")
     params = {name: p.detach() for name, p in params.items()}
     if chunk_size is not None:
         return _Chunked(function, params, args, backend, chunk_size)
@@ -119,9 +113,7 @@ def linearize(
         raise ValueError(f"backend='linearize' does not cover this function: {error}") from error
 
 
-def _layer_chain(
-    function: nn.Module | Callable[..., Tensor], params: Parameters, args: tuple[Any, ...]
-) -> LayerChain | None:
+def _layer_chain(function: Function, params: Parameters, args: tuple[Any, ...]) -> LayerChain | None:
     """The chain, if it is one. A chain draws no random numbers; what a run in vain has drawn is put back."""
     if not isinstance(function, nn.Module):
         return None
@@ -131,12 +123,7 @@ def _layer_chain(
 
 class _Chunked(Linearization):
     def __init__(
-        self,
-        function: nn.Module | Callable[..., Tensor],
-        params: Parameters,
-        args: tuple[Any, ...],
-        backend: str | None,
-        chunk_size: int,
+        self, function: Function, params: Parameters, args: tuple[Any, ...], backend: str | None, chunk_size: int
     ) -> None:
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be >= 1, got {chunk_size}")

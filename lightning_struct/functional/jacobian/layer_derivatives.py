@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_struct.functional.layers.kinds import recurrent_places
 from lightning_struct.functional.layers.recurrent_cells import CELLS, CellTangents, CellWeights
+from lightning_struct.functional.layers.registry import padding
 
 
 class LayerDerivative(ABC):
@@ -151,12 +152,12 @@ def _outer(cotangents: Tensor, multiplied: Tensor) -> Tensor:
 
 def call_convolution(layer: Any, input: Any) -> Any:
     """Call ``nn.Conv1d`` to ``nn.Conv3d`` with this derivative; leave other padding than by zeros to torch."""
-    padding = _padding(layer)
+    zeros = _padding(layer)
     plain = type(layer)._conv_forward in (nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
-    covered = plain and padding is not None and is_covered(input, layer.weight, layer.bias)
+    covered = plain and zeros is not None and is_covered(input, layer.weight, layer.bias)
     if not covered or input.dim() != layer.weight.dim():
         return type(layer).forward(layer, input)
-    options: dict[str, Any] = {"stride": layer.stride, "padding": padding, "dilation": layer.dilation}
+    options: dict[str, Any] = {"stride": layer.stride, "padding": zeros, "dilation": layer.dilation}
     options |= {"transposed": False, "output_padding": (0,) * len(layer.stride), "groups": layer.groups}
     (output,) = call_with_derivative(partial(_Filtered, options), input, layer.weight, layer.bias)
     return output
@@ -164,15 +165,10 @@ def call_convolution(layer: Any, input: Any) -> Any:
 
 def _padding(layer: Any) -> tuple[int, ...] | None:
     """Zeros on both sides of each dimension; None where there is something else, or more on one side."""
-    if layer.padding_mode != "zeros":
+    pairs = padding(layer)
+    if layer.padding_mode != "zeros" or any(before != after for before, after in pairs):
         return None
-    if layer.padding == "valid":
-        return (0,) * len(layer.stride)
-    if layer.padding == "same":
-        both = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
-        return None if any(zeros % 2 for zeros in both) else tuple(zeros // 2 for zeros in both)
-    padding: tuple[int, ...] = layer.padding
-    return padding
+    return tuple(before for before, _ in pairs)
 
 
 class _Filtered(LayerDerivative):
@@ -287,29 +283,23 @@ class _Normalised(LayerDerivative):
     """
 
     def __init__(
-        self,
-        normalised: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        backward: _Backward,
-        shape: tuple[int, ...] | None = None,
+        self, normalised: Tensor, weight: Tensor | None, bias: Tensor | None, backward: _Backward, shape: Any = None
     ) -> None:
-        self._normalised, self._weight, self._bias = normalised, weight, bias
-        self._backward, self._shape = backward, shape
+        self._normalised, self._backward, self._shape = normalised, backward, shape
+        self._weight, self._bias = weight, bias
 
     def outputs(self) -> tuple[Tensor, ...]:
         return (self._scaled(self._normalised.clone(), self._weight, self._bias),)
 
     def pull_back(self, needed: Sequence[bool], cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        (of_outputs,) = cotangents
-        return self._backward(of_outputs.contiguous(), self._weight, needed)
+        return self._backward(cotangents[0].contiguous(), self._weight, needed)
 
     def push_forward(self, tangents: Sequence[Tensor | None]) -> Sequence[Tensor]:
         of_inputs, of_weight, of_bias = tangents
-        found: Tensor | None = None
+        found = torch.zeros_like(self._normalised)
         if of_inputs is not None:
-            (found, *_) = self._backward(of_inputs.contiguous(), None, (True, False, False))
-        found = torch.zeros_like(self._normalised) if found is None else self._scaled(found, self._weight, None)
+            moved: Any = self._backward(of_inputs.contiguous(), None, (True, False, False))[0]
+            found = self._scaled(moved, self._weight, None)
         if of_weight is not None:
             found.addcmul_(self._normalised, self._beside(of_weight))
         return (found if of_bias is None else found.add_(self._beside(of_bias)),)
@@ -325,17 +315,11 @@ class _Normalised(LayerDerivative):
 
 
 _CALLS: dict[type[nn.Module], Callable[..., Any]] = {
-    nn.RNN: call_recurrent,
-    nn.LSTM: call_recurrent,
-    nn.GRU: call_recurrent,
-    nn.Conv1d: call_convolution,
-    nn.Conv2d: call_convolution,
-    nn.Conv3d: call_convolution,
+    **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), call_recurrent),
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), call_convolution),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), call_batch_norm),
     nn.LayerNorm: call_layer_norm,
     nn.GroupNorm: call_group_norm,
-    nn.BatchNorm1d: call_batch_norm,
-    nn.BatchNorm2d: call_batch_norm,
-    nn.BatchNorm3d: call_batch_norm,
 }
 
 
@@ -348,7 +332,11 @@ def layer_derivatives(module: nn.Module | None) -> Iterator[None]:
     covers layers of torch's classes, and of classes derived from them with the same ``forward``; other calls, such as
     those under autocast, are left to torch.
     """
-    calls = {} if module is None else {layer: call for layer in module.modules() if (call := _call_of(layer))}
+    calls: dict[nn.Module, Callable[..., Any]] = {}
+    for layer in () if module is None else module.modules():
+        kind = next((kind for kind in _CALLS if isinstance(layer, kind)), None)
+        if kind is not None and "forward" not in vars(layer) and type(layer).forward is kind.forward:
+            calls[layer] = _CALLS[kind]
     for layer, call in calls.items():
         layer.forward = partial(call, layer)
     try:
@@ -356,12 +344,3 @@ def layer_derivatives(module: nn.Module | None) -> Iterator[None]:
     finally:
         for layer in calls:
             del layer.forward
-
-
-def _call_of(layer: nn.Module) -> Callable[..., Any] | None:
-    """The function that replaces the ``forward`` of a layer; None if it has none."""
-    if "forward" in vars(layer):
-        return None
-    return next(
-        (call for kind, call in _CALLS.items() if isinstance(layer, kind) and type(layer).forward is kind.forward), None
-    )

@@ -101,15 +101,14 @@ def tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
-def map_items(function: Callable[[Any], Any], value: Any) -> Any:
-    """A list, tuple or mapping with ``function`` of its items; anything else as it is."""
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Nested lists, tuples and dicts of the same structure, with ``function`` of all else in them."""
     if isinstance(value, dict):
-        return {key: function(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(function, value))
+        return {key: map_leaves(function, item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(map(function, value))
-    return value
+        items = [map_leaves(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return function(value)
 
 
 def rows_of_arguments(args: tuple[Any, ...], rows: slice, samples: int) -> tuple[Any, ...]:

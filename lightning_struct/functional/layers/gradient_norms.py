@@ -44,10 +44,8 @@ class GradientNorms:
         for of_pass in by_pass.values():
             sizes = sorted({len(norms) for norms in of_pass})
             if len(sizes) > 1:
-                raise ValueError(
-                    f"layers saw batches of different sizes, {' and '.join(map(str, sizes))}: the first dimension of "
-                    "every layer's input must be the batch"
-                )
+                seen = f"layers saw batches of different sizes, {' and '.join(map(str, sizes))}"
+                raise ValueError(f"{seen}: the first dimension of every layer's input must be the batch")
         return torch.cat([torch.stack(by_pass[number]).sum(0) for number in sorted(by_pass)])
 
 
@@ -94,9 +92,8 @@ def gradient_variance(squared_norms: Tensor, mean_gradient_squared_norm: float) 
         >>> gradient_variance(gradients.square().sum(1), gradients.mean(0).square().sum().item())
         2.0
     """
-    return variance_from_sums(
-        squared_norms.sum(dtype=torch.float64).item(), squared_norms.shape[0], mean_gradient_squared_norm
-    )
+    total = squared_norms.sum(dtype=torch.float64).item()
+    return variance_from_sums(total, squared_norms.shape[0], mean_gradient_squared_norm)
 
 
 def variance_from_sums(sum_of_squared_norms: float, samples: int, mean_gradient_squared_norm: float) -> float:
@@ -108,10 +105,7 @@ def variance_from_sums(sum_of_squared_norms: float, samples: int, mean_gradient_
 
 
 def required_batch_size(
-    variance: float,
-    mean_gradient_squared_norm: float,
-    dataset_size: int | None,
-    theta: float,
+    variance: float, mean_gradient_squared_norm: float, dataset_size: int | None, theta: float
 ) -> int:
     """The paper's n̂ (equation 14, Algorithm 2): the batch at which the norm test holds.
 
@@ -140,18 +134,15 @@ def required_batch_size(
     if not theta > 0:
         raise ValueError(f"theta must be > 0, got {theta}")
     if not (0 <= variance < math.inf and 0 <= mean_gradient_squared_norm < math.inf):
-        raise ValueError(
-            f"variance and squared norm must be finite and >= 0, got {variance}, {mean_gradient_squared_norm}"
-        )
+        got = f"{variance}, {mean_gradient_squared_norm}"
+        raise ValueError(f"variance and squared norm must be finite and >= 0, got {got}")
     if theta == math.inf:
         return 1
     bound = theta * theta * mean_gradient_squared_norm
     if dataset_size is None:
         if bound == 0.0:
-            raise ZeroDivisionError(
-                "the mean gradient is zero, which no batch of a stream measures well enough: give dataset_size, "
-                "the bound on the batch"
-            )
+            remedy = "give dataset_size, the bound on the batch"
+            raise ZeroDivisionError(f"the mean gradient is zero, which no batch measures well enough: {remedy}")
         return max(1, math.ceil(variance / bound))
     if dataset_size < 1:
         raise ValueError(f"dataset_size must be >= 1, got {dataset_size}")

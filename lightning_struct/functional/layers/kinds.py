@@ -158,7 +158,7 @@ _OF_TORCH: dict[type[nn.Module], LayerKind] = {
 
 # Whatever their forward is: all that derive from a type, until one of them is declared otherwise.
 _COUPLING_OF_TORCH: dict[type[nn.Module], Callable[[Any], bool]] = {
-    nn.modules.batchnorm._BatchNorm: lambda layer: layer.training or layer.running_mean is None,
+    nn.modules.batchnorm._BatchNorm: lambda layer: layer.training or layer.running_mean is None
 }
 
 # Declarations by ``register_layer`` go before those of torch's layers.

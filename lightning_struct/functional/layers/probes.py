@@ -15,7 +15,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_struct.functional.layers.calls import LayerCall, tensors_in
 from lightning_struct.functional.layers.per_sample.contributions import Contribution, Uncovered
 from lightning_struct.functional.layers.per_sample.inner_calls import (
-    ParameterUse,
     RecordedCalls,
     is_recorded,
     parameter_uses,
@@ -87,17 +86,18 @@ def probe_layers(
             recording.__exit__()
             if outputs is not None:  # else it has failed
                 for edge, use in parameter_uses(base_call(call), recording.calls):
-                    calls.append(_Probed(layer, [edge], partial(_contributions_of_use, use)))
+                    calls.append(
+                        _Probed(layer, [edge], lambda cotangents, use=use: use.contributions(*cotangents, None))
+                    )
             return
         # An edge of the graph, and not the tensor, which may be written over by the next layer.
         edges = [get_gradient_edge(t) if t.requires_grad else None for t in tensors_in(outputs)]
         calls.append(_Probed(layer, edges, partial(_contributions, call, states.pop(layer, None))))
 
     handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
-    handles += [
-        layer.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=is_recorded(layer))
-        for layer in layers
-    ]
+    for layer in layers:
+        options = {"prepend": True, "with_kwargs": True, "always_call": is_recorded(layer)}
+        handles.append(layer.register_forward_hook(after, **options))
     try:
         with torch.enable_grad():
             outputs = call_with(module, {}, tuple(args))
@@ -115,16 +115,10 @@ def probe_layers(
         if any(t is not None for t in cotangents):
             with suppress(Uncovered):
                 uses += [(probed.layer, name, use) for name, use in probed.read(cotangents).items()]
-    gradients = {
-        name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(parameters.items(), found, strict=True)
-    }
-    return Probe(uses, gradients)
+    pairs = zip(parameters.items(), found, strict=True)
+    return Probe(uses, {name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs})
 
 
 def _contributions(call: LayerCall, state: RandomState | None, cotangents: list[Any]) -> dict[str, Contribution]:
     with nullcontext() if state is None else restored_random_state(state):
         return contributions(replace(call, cotangents=cotangents))
-
-
-def _contributions_of_use(use: ParameterUse, cotangents: list[Any]) -> dict[str, Contribution]:
-    return use.contributions(cotangents[0], None)

@@ -24,13 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_struct.functional.layers.kinds import (
-    ElementwiseForm,
-    LayerKind,
-    Matrix,
-    couples_samples,
-    nearest_kind,
-)
+from lightning_struct.functional.layers.kinds import ElementwiseForm, LayerKind, Matrix, couples_samples, nearest_kind
 from lightning_struct.functional.randomness import isolated_host_generators, normal_numbers, seeded
 from lightning_struct.functional.structured.arguments import computing_dtype
 
@@ -117,12 +111,7 @@ def _state(layer: nn.Module) -> Any:
 
 def _recognize(layer: nn.Module) -> LayerKind | None:
     devices = list({p.device for p in layer._parameters.values() if p is not None and p.device.type == "cuda"})
-    with (
-        torch.random.fork_rng(devices=devices),
-        isolated_host_generators(),
-        torch.no_grad(),
-        warnings.catch_warnings(),
-    ):
+    with torch.random.fork_rng(devices=devices), isolated_host_generators(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         device = next(p for p in layer._parameters.values() if p is not None).device
         with torch.autocast(device.type, enabled=False):
@@ -175,7 +164,8 @@ class _Trial:
             offset = 0 if bias is None else self._weights[bias]
             inputs = [self._random(*shape, weight.shape[1]) for shape in ((2, 3), (4,))]
             if all(self._gives(x, x @ weight.t() + offset) for x in inputs):
-                return _affine(Matrix(name, bias, transposed=transposed))
+                matrix = Matrix(name, bias, transposed=transposed)
+                return LayerKind(nn.Linear, lambda layer: [matrix], lambda layer: layer._parameters, recognized=True)
         return None
 
     def as_elementwise(self) -> LayerKind | None:
@@ -188,8 +178,7 @@ class _Trial:
         forms: dict[int, ElementwiseForm] = {}
         for others in ((4,), (2, 3), (2, 3, 5), (2, 3, 5, 2)):
             form = self._elementwise_form((*others, width), channels_first=False)
-            form = form or self._elementwise_form((others[0], width, *others[1:]), channels_first=True)
-            if form is not None:
+            if form := form or self._elementwise_form((others[0], width, *others[1:]), channels_first=True):
                 forms[1 + len(others)] = form
         if not forms:
             return None
@@ -199,10 +188,8 @@ class _Trial:
         inputs = self._random(*shape)
         inputs[1::2] *= 1e-3  # a small constant that is added to a variance must be seen, too
         zeros = {name: torch.zeros_like(p) for name, p in self._weights.items()}
-        origin, found, alone = (
-            self._run(weights, x)
-            for weights, x in ((zeros, inputs), (self._weights, inputs), (self._weights, inputs[:1]))
-        )
+        origin, found = (self._run(weights, inputs) for weights in (zeros, self._weights))
+        alone = self._run(self._weights, inputs[:1])
         if origin is None or found is None or found.shape != inputs.shape or not _same(alone, found[:1]):
             return None
         features = (-1, *[1] * (len(shape) - 2)) if channels_first else (-1,)
@@ -233,10 +220,6 @@ class _Trial:
     def _random(self, *shape: int) -> Tensor:
         like = torch.empty(0, dtype=self._dtype, device=self._device)
         return normal_numbers(*shape, like=like, generator=self._generator)
-
-
-def _affine(matrix: Matrix) -> LayerKind:
-    return LayerKind(nn.Linear, lambda layer: [matrix], lambda layer: layer._parameters, recognized=True)
 
 
 def _attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -278,11 +261,8 @@ def _inputs_of(base: type[nn.Module], layer: Any, random: Callable[..., Tensor])
 def _same(found: Any, expected: Any) -> bool:
     """Whether tensors, or nested tuples of them, are equal up to rounding."""
     if isinstance(expected, (tuple, list)):
-        return (
-            isinstance(found, (tuple, list))
-            and len(found) == len(expected)
-            and all(_same(a, b) for a, b in zip(found, expected, strict=True))
-        )
+        alike = isinstance(found, (tuple, list)) and len(found) == len(expected)
+        return alike and all(_same(a, b) for a, b in zip(found, expected, strict=True))
     if not isinstance(expected, Tensor):
         return found is expected
     if not isinstance(found, Tensor) or found.shape != expected.shape:

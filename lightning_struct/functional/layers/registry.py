@@ -105,10 +105,8 @@ def register_layer(
             raise TypeError(f"like must be a type that is known, as nn.Linear, got {like!r}")
         known = kind_of_type(like)
         if known is None:
-            raise ValueError(
-                f"like={like.__name__}, which is no known layer and was not declared: declare it first, or give a "
-                "matrix or a rule"
-            )
+            remedy = "declare it first, or give a matrix or a rule"
+            raise ValueError(f"like={like.__name__}, which is no known layer and was not declared: {remedy}")
         kind = replace(known, declared=True)
     elif rule is not None:
         if not callable(rule):
@@ -168,17 +166,13 @@ def _check_matrix(layer: nn.Module, matrix: Matrix) -> None:
     weight, bias = (layer._parameters.get(name or "") for name in (matrix.weight, matrix.bias))
     if weight is None or is_lazy(weight):
         return
+    shape = tuple(weight.shape)
     if weight.ndim != 2:
-        raise ValueError(
-            f"{declared}, but {matrix.weight!r} has shape {tuple(weight.shape)}: a matrix has 2 dimensions"
-        )
-    outputs = weight.shape[1 if matrix.transposed else 0]
-    if bias is not None and bias.shape != (outputs,):
-        stored = "(in, out)" if matrix.transposed else "(out, in)"
-        raise ValueError(
-            f"{declared}, but {matrix.bias!r} of shape {tuple(bias.shape)} is no bias of {matrix.weight!r}, stored as "
-            f"{stored} = {tuple(weight.shape)}: is it transposed?"
-        )
+        raise ValueError(f"{declared}, but {matrix.weight!r} has shape {shape}: a matrix has 2 dimensions")
+    if bias is not None and bias.shape != (shape[1 if matrix.transposed else 0],):
+        stored = f"stored as {'(in, out)' if matrix.transposed else '(out, in)'} = {shape}"
+        added = f"{matrix.bias!r} of shape {tuple(bias.shape)}"
+        raise ValueError(f"{declared}, but {added} is no bias of {matrix.weight!r}, {stored}: is it transposed?")
 
 
 def has_plain_parameters(layer: nn.Module, kind: LayerKind) -> bool:
@@ -287,21 +281,18 @@ def base_call(call: LayerCall) -> LayerCall:
     kwargs: dict[str, Any] = {}
     for name, value in list(bound.items())[1:]:
         parameter = signature.parameters[name]
+        default = parameter.default
         if parameter.kind is parameter.VAR_POSITIONAL:
             args += value
         elif parameter.kind is parameter.VAR_KEYWORD:
             kwargs |= value
         elif not args and not kwargs:
             args.append(value)  # the first, whatever its name is
-        elif name in known or not (
-            value is parameter.default or (not isinstance(value, Tensor) and bool(value == parameter.default))
-        ):
+        elif name in known or not (value is default or (not isinstance(value, Tensor) and bool(value == default))):
             kwargs[name] = value
-    if unknown := kwargs.keys() - set(known):
-        raise ValueError(
-            f"{type(call.layer).__name__} is known to be like {kind.base.__name__}, which has no argument "
-            f"{' or '.join(sorted(unknown))}"
-        )
+    if unknown := " or ".join(sorted(kwargs.keys() - set(known))):
+        layer_type, base = type(call.layer).__name__, kind.base.__name__
+        raise ValueError(f"{layer_type} is known to be like {base}, which has no argument {unknown}")
     return replace(call, args=tuple(args), kwargs=kwargs)
 
 
@@ -339,10 +330,9 @@ def excluded_modules(
         found = by_name.get(plain_name(item)) if isinstance(item, str) else item
         if found is None or found not in known:
             what = repr(item) if isinstance(item, str) else f"this {type(item).__name__}"
-            raise ValueError(
-                f"{argument} has {what}, which is no module of {type(module).__name__}: it takes modules or the full "
-                f"names of modules{_names_instead_of(item, by_name) if isinstance(item, str) else ''}"
-            )
+            remedy = "it takes modules or the full names of modules"
+            remedy += _names_instead_of(item, by_name) if isinstance(item, str) else ""
+            raise ValueError(f"{argument} has {what}, which is no module of {type(module).__name__}: {remedy}")
         excluded.update(found.modules())
     return excluded
 

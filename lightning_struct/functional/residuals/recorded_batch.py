@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +28,8 @@ _log = logging.getLogger(__name__)
 _ROUNDING = 1e3
 
 Parameters: TypeAlias = Mapping[str, Tensor]
+# Makes a context manager around each call of the module, as one that repeats random numbers.
+Context: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 class BatchRecords:
@@ -48,11 +51,7 @@ class BatchRecords:
         return {**vars(self), "_kept": {}}
 
     def record_of(
-        self,
-        blocks: Parameters,
-        params: Parameters,
-        args: tuple[Any, ...],
-        context: Callable[[], AbstractContextManager[None]],
+        self, blocks: Parameters, params: Parameters, args: tuple[Any, ...], context: Context
     ) -> RecordedBatch | None:
         """A whole batch, by a record that gives its blocks at ``params``; None where there is none."""
         if self.refused:
@@ -101,14 +100,10 @@ class RecordedBatch:
 
     def gives(self, blocks: Parameters, params: Parameters) -> bool:
         """Whether these are the values of the blocks."""
-        values = self.values(params)
+        values, arguments = self.values(params), (params, self._buffers, self._inputs.tensors)
+        largest = partial(largest_number, self._graph, *arguments)
         return values.keys() == blocks.keys() and all(
-            is_equal_up_to_rounding(
-                values[name],
-                blocks[name],
-                lambda: largest_number(self._graph, params, self._buffers, self._inputs.tensors),
-            )
-            for name in blocks
+            is_equal_up_to_rounding(values[name], block, largest) for name, block in blocks.items()
         )
 
 
@@ -182,10 +177,7 @@ class _Largest(Interpreter):
 
 
 def recorded_graph(
-    function: Callable[[Parameters, Parameters, list[Tensor]], Any],
-    params: Parameters,
-    buffers: Parameters,
-    tensors: list[Tensor],
+    function: Callable[..., Any], params: Parameters, buffers: Parameters, tensors: list[Tensor]
 ) -> GraphModule:
     """A function as a graph of the operations on tensors that it does for these arguments.
 

@@ -13,7 +13,7 @@ Where the residuals alone are wanted, a batch may be recorded as a whole, too: s
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from lightning_struct.functional.residuals.jacobians import DenseJacobian, Facto
 from lightning_struct.functional.residuals.recorded_batch import (
     BatchInputs,
     BatchRecords,
+    Context,
     Parameters,
     RecordedBatch,
     is_equal_up_to_rounding,
@@ -67,21 +68,15 @@ class BatchResiduals:
     """
 
     def __init__(
-        self,
-        records: RowRecords,
-        params: Parameters,
-        args: tuple[Any, ...],
-        context: Callable[[], AbstractContextManager[None]] = nullcontext,
+        self, records: RowRecords, params: Parameters, args: tuple[Any, ...], context: Context = nullcontext
     ) -> None:
         self._records, self._params, self._args, self._context = records, params, args, context
         inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         versions = [t._version for t in inputs]
         self.blocks = {name: block.detach() for name, block in self._call(params).items()}
         if versions != [t._version for t in inputs]:
-            raise ValueError(
-                "the module changes its inputs in place, so that its residuals are others in each call: let it work on "
-                "a copy (points.clone())"
-            )
+            remedy = "let it work on a copy (points.clone())"
+            raise ValueError(f"the module changes its inputs in place: its residuals are others in each call; {remedy}")
         self._rows: dict[str, _Rows | None] | None = None
         self._whole: RecordedBatch | None = None
 
@@ -179,21 +174,16 @@ class BatchResiduals:
         point = {name: p.detach().requires_grad_() for name, p in self._params.items()}
         residuals = self._flat_block(name, point)
 
-        def as_recorded() -> bool:
+        def agree(change: Callable[[], None] | None = None) -> bool:
+            if change is not None:
+                change()
             return rows.has_derivative_of(residuals, point)
 
-        def without_detachments() -> bool:
-            rows.record.remove_detachments(rows.example(self._params))
-            return rows.has_derivative_of(residuals, point)
-
-        def without_outer_products() -> bool:
-            rows.record.products.forget()
-            return rows.has_derivative_of(residuals, point)
-
+        record, example = rows.record, rows.example(self._params)
         reason = "the derivative of a single row is not that of the batch"
         try:
-            if as_recorded() or without_detachments() or without_outer_products():
-                rows.record.derivative_is_checked = True
+            if agree() or agree(lambda: record.remove_detachments(example)) or agree(record.products.forget):
+                record.derivative_is_checked = True
                 return rows
         except torch.OutOfMemoryError:
             raise
@@ -245,12 +235,7 @@ class RowRecords:
         return {**vars(self), "_kept": {}}
 
     def rows_of(
-        self,
-        name: str,
-        block: Tensor,
-        params: Parameters,
-        args: tuple[Any, ...],
-        context: Callable[[], AbstractContextManager[None]],
+        self, name: str, block: Tensor, params: Parameters, args: tuple[Any, ...], context: Context
     ) -> _Rows | None:
         """A block row by row, by a record that gives its values at ``params``; None where there is none."""
         rows = self.kept_rows_of(name, block, args)
@@ -265,12 +250,12 @@ class RowRecords:
             return self.refuse(name, "none of the inputs has a row for each of them")
         buffers = dict(self.module.named_buffers())
         try:
+            single_row = partial(_single_row, self.module, name, inputs)
             with context(), torch.enable_grad():
-                single = _single_row(self.module, name, inputs, params, buffers, inputs.row(0))
+                single = single_row(params, buffers, inputs.row(0))
             if single.numel() != block[0].numel():  # seen before it is recorded, which takes far longer
                 return self.refuse(name, _why_not_of_a_row(single, block))
             with context():
-                single_row = partial(_single_row, self.module, name, inputs)
                 graph = recorded_graph(single_row, params, buffers, inputs.row(0))
             example = (dict(params), buffers, inputs.row(0))
             try:
@@ -381,9 +366,7 @@ class _Rows:
         count = self._inputs.rows if at is None else len(at)
         per_row = len(out) // count
         at_once = max(1, min(_ROWS_AT_ONCE // per_row, _NUMBERS_AT_ONCE // (per_row * max(out.shape[1], 1))))
-        over_rows = vmap(
-            lambda tensors: self.record.products.gradients(params, self._buffers, tensors), in_dims=(dims,)
-        )
+        over_rows = vmap(partial(self.record.products.gradients, params, self._buffers), in_dims=(dims,))
         values, products = [], {name: list[OuterProducts]() for name in params if name in kept}
         for first in range(0, count, at_once):
             tensors = [t if dim is None else t[first : first + at_once] for t, dim in zip(points, dims, strict=True)]
@@ -424,12 +407,7 @@ class _Rows:
 
 
 def _single_row(
-    module: nn.Module,
-    name: str,
-    inputs: BatchInputs,
-    params: Parameters,
-    buffers: Parameters,
-    tensors: list[Tensor],
+    module: nn.Module, name: str, inputs: BatchInputs, params: Parameters, buffers: Parameters, tensors: list[Tensor]
 ) -> Tensor:
     """The residuals of one row of the module's inputs, (k,)."""
     rows = [t[None] if dim == 0 else t for t, dim in zip(tensors, inputs.dims, strict=True)]
@@ -448,10 +426,8 @@ def _why_not_of_a_row(single: Tensor, block: Tensor) -> str:
 
 def _joined(parts: Sequence[OuterProducts]) -> OuterProducts:
     """Rows one after another."""
-    return OuterProducts(
-        torch.cat([part.left for part in parts], dim=1).contiguous(),
-        torch.cat([part.right for part in parts], dim=1).contiguous(),
-    )
+    left, right = ([getattr(part, side) for part in parts] for side in ("left", "right"))
+    return OuterProducts(torch.cat(left, dim=1).contiguous(), torch.cat(right, dim=1).contiguous())
 
 
 def _write_by_columns(residuals: Tensor, point: Parameters, out: Tensor) -> bool:
@@ -497,14 +473,8 @@ def _backward(residuals: Tensor, point: Parameters, u: Tensor, batched: bool, cr
     """Jᵀu, flat, for one u or for a batch of them."""
     if not residuals.requires_grad:
         return u.new_zeros(*u.shape[:-1], sum(p.numel() for p in point.values()))
+    options: dict[str, bool] = {"retain_graph": True, "create_graph": create_graph, "is_grads_batched": batched}
     gradients = torch.autograd.grad(
-        residuals,
-        list(point.values()),
-        u.to(residuals.dtype),
-        retain_graph=True,
-        create_graph=create_graph,
-        is_grads_batched=batched,
-        allow_unused=True,
-        materialize_grads=True,
+        residuals, list(point.values()), u.to(residuals.dtype), materialize_grads=True, **options
     )
     return torch.cat([g.reshape(*u.shape[:-1], -1) for g in gradients], dim=-1)

@@ -38,16 +38,13 @@ class LeastSquares:
 
     def __post_init__(self) -> None:
         if not isinstance(self.weights, Mapping | None):
-            raise TypeError(
-                "LeastSquares takes weights by the name of the block, as LeastSquares({'interior': 1.0, 'boundary': "
-                f"10.0}}), got {self.weights!r}"
-            )
+            example = "LeastSquares({'interior': 1.0, 'boundary': 10.0})"
+            raise TypeError(f"LeastSquares takes weights by the name of the block, as {example}, got {self.weights!r}")
         for name, weight in (self.weights or {}).items():
             if not (isinstance(weight, Real) or (isinstance(weight, Tensor) and weight.numel() == 1)):
-                raise TypeError(
-                    f"the weight of block {name!r} must be one number, got {type(weight).__name__}. To weight rows, "
-                    "multiply the residuals by the roots of the weights in the module"
-                )
+                remedy = "To weight rows, multiply the residuals by the roots of the weights in the module"
+                got = type(weight).__name__
+                raise TypeError(f"the weight of block {name!r} must be one number, got {got}. {remedy}")
             if not (weight > 0 and math.isfinite(weight)):
                 raise ValueError(f"the weight of block {name!r} must be finite and > 0, got {weight}")
 

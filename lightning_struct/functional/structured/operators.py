@@ -24,18 +24,18 @@ class DisplacementOperator(ABC):
 
     @property
     @abstractmethod
-    def size(self) -> int:
-        """n."""
-
-    @property
-    @abstractmethod
     def entries(self) -> Tensor:
         """A tensor whose dtype and device are those of A."""
 
     @property
-    @abstractmethod
+    def size(self) -> int:
+        """n."""
+        return self.entries.shape[0]
+
+    @property
     def T(self) -> DisplacementOperator:
         """Aᵀ."""
+        return TransposedOperator(self)
 
     @abstractmethod
     def matvec(self, v: Tensor) -> Tensor:
@@ -93,10 +93,6 @@ class SubdiagonalOperator(DisplacementOperator):
     def entries(self) -> Tensor:
         return self.subdiagonal
 
-    @property
-    def T(self) -> TransposedOperator:
-        return TransposedOperator(self)
-
     def matvec(self, v: Tensor) -> Tensor:
         self._require_vectors(v)
         return torch.cat([self.corner * v[..., -1:], self.subdiagonal * v[..., :-1]], -1)
@@ -140,18 +136,11 @@ class TridiagonalOperator(DisplacementOperator):
         n = self.diagonal.shape[0]
         if n == 0:
             raise ValueError("diagonal is empty: an operator has at least one row")
-        for name, tensor, length in (
-            ("subdiagonal", self.subdiagonal, n - 1),
-            ("superdiagonal", self.superdiagonal, n - 1),
-            ("corners", self.corners, 2),
-        ):
+        for name, length in (("subdiagonal", n - 1), ("superdiagonal", n - 1), ("corners", 2)):
+            tensor = getattr(self, name)
             _require_tensor(name, tensor, 1)
             if tensor.shape[0] != length:
                 raise ValueError(f"{name} must be ({length},) beside a diagonal of {n}, got {tuple(tensor.shape)}")
-
-    @property
-    def size(self) -> int:
-        return self.diagonal.shape[0]
 
     @property
     def entries(self) -> Tensor:
@@ -204,10 +193,6 @@ class ShiftOperator(DisplacementOperator):
     def entries(self) -> Tensor:
         return self.f if isinstance(self.f, Tensor) else torch.empty(0)
 
-    @property
-    def T(self) -> TransposedOperator:
-        return TransposedOperator(self)
-
     def matvec(self, v: Tensor) -> Tensor:
         self._require_vectors(v)
         return torch.cat([self.f * v[..., -1:], v[..., :-1]], -1)
@@ -239,10 +224,6 @@ class DiagonalOperator(DisplacementOperator):
         _require_tensor("d", self.d, 1)
         if self.d.shape[0] == 0:
             raise ValueError("d is empty: an operator has at least one row")
-
-    @property
-    def size(self) -> int:
-        return self.d.shape[0]
 
     @property
     def entries(self) -> Tensor:
@@ -279,10 +260,6 @@ class DenseOperator(DisplacementOperator):
         _require_tensor("matrix", self.matrix, 2)
         if self.matrix.shape[0] != self.matrix.shape[1] or self.matrix.shape[0] == 0:
             raise ValueError(f"matrix must be square and not empty, got {tuple(self.matrix.shape)}")
-
-    @property
-    def size(self) -> int:
-        return self.matrix.shape[0]
 
     @property
     def entries(self) -> Tensor:

@@ -38,10 +38,8 @@ from lightning_struct.functional.structured.spectra import (
     chunk_sizes,
     extended,
     filled_up_middle,
-    joined,
     keep_freed_memory,
     middle_scale,
-    parts,
     product_in_place,
     transformed_length,
 )
@@ -109,7 +107,7 @@ class _TrainingProduct(torch.autograd.Function):
         small = _ParameterSpectra.of(parameters)
         y, saved = x.new_empty(x.shape[0], small.a.shape[0]), []
         size, ranks = chunk_sizes(x, small.left, small.right)
-        for rows, y_rows in zip(parts(x, size), parts(y, size), strict=True):
+        for rows, y_rows in zip(x.split(size), y.split(size), strict=True):
             spectra: list[Tensor] = []
             product = product_in_place(
                 rows, small.b, small.right_conj, small.middle, small.left, y.shape[1], ranks, spectra
@@ -146,7 +144,7 @@ class _TrainingProduct(torch.autograd.Function):
         dx = torch.empty_like(x)
         size, ranks = chunk_sizes(x, small.left, small.right)
         total: list[Tensor] | None = None
-        for x_rows, u_rows, dx_rows in zip(parts(x, size), parts(u, size), parts(dx, size), strict=True):
+        for x_rows, u_rows, dx_rows in zip(x.split(size), u.split(size), dx.split(size), strict=True):
             product, of_inputs = next(rest), next(rest)
             spectra: list[Tensor] = []
             # The transpose of M has the same structure, with the sides exchanged.
@@ -158,7 +156,7 @@ class _TrainingProduct(torch.autograd.Function):
             of_cotangents.conj_physical_()
             to_left = [(next(rest) * of_cotangents).sum(1) for _ in backs]
             to_right = [(part.conj_physical_() * of_inputs).sum(1) for part in backs]
-            sums = [*map(joined, (to_left, to_right)), (u_rows * product).sum(0), (x_rows * back).sum(0)]
+            sums = [torch.cat(to_left), torch.cat(to_right), (u_rows * product).sum(0), (x_rows * back).sum(0)]
             total = sums if total is None else [whole.add_(part) for whole, part in zip(total, sums, strict=True)]
         assert total is not None
         total[0].conj_physical_()

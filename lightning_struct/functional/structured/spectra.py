@@ -178,9 +178,8 @@ class ScaledToeplitzSpectra:
         G: Tensor, H: Tensor, a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor
     ) -> ScaledToeplitzSpectra:
         """The spectra of the matrix of :func:`~.scaled_toeplitz.scaled_toeplitz_matmul`."""
-        sides = [
-            GeneratorSpectra.of(*side) for side in by_side((G, H, a_subdiagonal, a_corner, b_subdiagonal, b_corner))
-        ]
+        parameters = (G, H, a_subdiagonal, a_corner, b_subdiagonal, b_corner)
+        sides = [GeneratorSpectra.of(*side) for side in by_side(parameters)]
         (a, f, g, left), (b, w, h, right) = (
             [tensor[k] for tensor in (side.scale, side.corner, side.generators, side.spectra)]
             for k, side in ((0, sides[0]), (-1, sides[-1]))
@@ -281,7 +280,7 @@ def product_in_place(
     if saved is not None:
         saved.append(of_inputs)
     total: Tensor | None = None
-    for to, fro in zip(parts(right[:, None], ranks), parts(left[:, None], ranks), strict=True):
+    for to, fro in zip(right[:, None].split(ranks), left[:, None].split(ranks), strict=True):
         between = torch.fft.irfft(of_inputs * to, n=in_length)
         if in_length == out_length:
             between.mul_(middle)
@@ -313,16 +312,6 @@ def chunk_sizes(x: Tensor, left: Tensor, right: Tensor) -> tuple[int, int]:
     return rows, max(1, chunk // (rows * length))
 
 
-def parts(tensor: Tensor, size: int) -> Sequence[Tensor]:
-    """Parts of that many rows: the tensor itself where it has no more."""
-    return (tensor,) if tensor.shape[0] <= size else tensor.split(size)
-
-
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """The inverse of :func:`parts`."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
-
-
 @cache
 def keep_freed_memory() -> None:
     """Let glibc's malloc keep what a step has freed for the next one, as it does once 16 to 32 MiB were freed.
@@ -342,7 +331,7 @@ class _InputProduct(torch.autograd.Function):
         y = x.new_empty(x.shape[0], out_scale.shape[0])
         size, ranks = chunk_sizes(x, left, right)
         to_middle = filled_up_middle(middle, left, right)
-        for rows, y_rows in zip(parts(x, size), parts(y, size), strict=True):
+        for rows, y_rows in zip(x.split(size), y.split(size), strict=True):
             product = product_in_place(rows, in_scale, right, to_middle, left, y.shape[1], ranks)
             torch.mul(product, out_scale, out=y_rows)
         return y

@@ -21,6 +21,7 @@ the transpose. Four methods compute the same:
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -76,11 +77,9 @@ class KrylovTrees:
     keeps_precision: ClassVar[bool] = True
 
     @staticmethod
-    def of(
-        a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor, G: Tensor, H: Tensor
-    ) -> KrylovTrees:
-        """The trees of the matrix of :func:`subdiagonal_matmul`."""
-        a, b, _, _ = _as_circles(a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H)
+    def of(*parameters: Tensor) -> KrylovTrees:
+        """The trees of the matrix of :func:`subdiagonal_matmul`, given its arguments but x."""
+        a, b, G, H = _as_circles(*parameters)
         columns = min(G.shape[0], H.shape[0])
         return KrylovTrees(KrylovTree.of(a, G.mT, columns), KrylovTree.of(b, H.mT, columns))
 
@@ -137,23 +136,17 @@ def subdiagonal_matmul(
         tensor([ 1.,  4., 36.])
     """
     parameters = (a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H)
-    _check(*parameters, x=x)
-    if torch.compiler.is_compiling():
-        return _opaque_product(*parameters, x, method=method)
+    _check(*parameters, x)
     return _product(*parameters, x, method=method)
 
 
-def _product(*tensors: Tensor, method: str) -> Tensor:
+def _computed_product(*tensors: Tensor, method: str) -> Tensor:
     """:func:`subdiagonal_matmul` for arguments that fit."""
-    *parameters, x = tensors
-    a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, _ = parameters
     if method == "auto":
-        batch = x.shape[:-1].numel()
-        method = choose_subdiagonal_method(
-            a_subdiagonal, a_corner, b_subdiagonal, b_corner, rank=G.shape[1], batch=batch
-        )
+        a, a_corner, b, b_corner, G, _, x = tensors
+        method = choose_subdiagonal_method(a, a_corner, b, b_corner, G.shape[1], x.shape[:-1].numel())
     if method.startswith("scaled"):
-        _refuse_zeros(a_subdiagonal, b_subdiagonal)
+        _refuse_zeros(*tensors[:4])
     return subdiagonal_product(*tensors, method=method)
 
 
@@ -165,7 +158,6 @@ def subdiagonal_product(*tensors: Tensor, method: str) -> Tensor:
         method: one of :data:`SUBDIAGONAL_METHODS`.
     """
     *parameters, x = tensors
-    G = parameters[4]
     dtype = _inside(method, *tensors)
     computed = [tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor in parameters]
     if method in _MAKING:
@@ -175,7 +167,7 @@ def subdiagonal_product(*tensors: Tensor, method: str) -> Tensor:
         product = by_rows(KrylovTrees.of(*computed).multiply, x, dtype)
     else:
         product = by_rows(lambda rows: scaled_toeplitz_matmul(rows, *computed[4:], *computed[:4]), x, dtype)
-    return product.to(torch.promote_types(G.dtype, x.dtype))
+    return product.to(torch.promote_types(parameters[4].dtype, x.dtype))
 
 
 def subdiagonal_to_dense(
@@ -202,12 +194,10 @@ def subdiagonal_to_dense(
     """
     parameters = (a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H)
     _check(*parameters)
-    if torch.compiler.is_compiling():
-        return _opaque_matrix(*parameters, method="dense")
     return _matrix(*parameters, method="dense")
 
 
-def _matrix(*parameters: Tensor, method: str) -> Tensor:
+def _computed_matrix(*parameters: Tensor, method: str) -> Tensor:
     """:func:`subdiagonal_to_dense` for arguments that fit."""
     dtype = computing_dtype(*parameters)
     return stein_matrix(*_as_circles(*(tensor.to(dtype) for tensor in parameters))).to(parameters[4].dtype)
@@ -215,12 +205,12 @@ def _matrix(*parameters: Tensor, method: str) -> Tensor:
 
 # The choice of a method reads values, and rows one after the other would be as many nodes of a graph.
 # Their arguments end in G, H and x, or in G and H.
-_opaque_product = opaque_operator(
+_product = opaque_operator(
     "subdiagonal_matmul",
-    _product,
-    lambda t: t[6].new_empty(*t[6].shape[:-1], t[4].shape[0], dtype=torch.promote_types(t[4].dtype, t[6].dtype)),
+    _computed_product,
+    lambda t: t[6].new_empty(*t[6].shape[:-1], len(t[4]), dtype=torch.promote_types(t[4].dtype, t[6].dtype)),
 )
-_opaque_matrix = opaque_operator("subdiagonal_to_dense", _matrix, lambda t: t[4].new_empty(len(t[4]), len(t[5])))
+_matrix = opaque_operator("subdiagonal_to_dense", _computed_matrix, lambda t: t[4].new_empty(len(t[4]), len(t[5])))
 
 
 def prepare_subdiagonal(
@@ -256,8 +246,7 @@ def prepare_subdiagonal(
     parameters = (a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H)
     _check(*parameters)
     if method == "auto":
-        (m, rank), n = G.shape, H.shape[0]
-        is_dense = prepared_matrix_is_faster(m, n, rank, batch)
+        is_dense = prepared_matrix_is_faster(len(G), len(H), G.shape[1], batch)
         method = "dense" if is_dense else choose_prepared_subdiagonal_method(*parameters[:4])
     dtype = _inside(method, *parameters)
     computed = [tensor.to(dtype) for tensor in parameters]
@@ -265,22 +254,19 @@ def prepare_subdiagonal(
         return prepare_dense(_MAKING[method](*_as_circles(*computed)))
     if method == "tree":
         return KrylovTrees.of(*computed)
-    _refuse_zeros(a_subdiagonal, b_subdiagonal)
+    _refuse_zeros(*parameters[:4])
     return ScaledToeplitzSpectra.of(*computed[4:], *computed[:4])
 
 
-def subdiagonal_factors(
-    a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor, G: Tensor, H: Tensor
-) -> PreparedMatrix:
+def subdiagonal_factors(*parameters: Tensor) -> PreparedMatrix:
     """The matrix of :func:`subdiagonal_matmul` in few numbers: spectra where these are exact, else trees or the matrix.
 
     Args:
-        a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H: as for :func:`subdiagonal_matmul`.
+        *parameters: the arguments of :func:`subdiagonal_matmul` before x.
 
     Raises:
         ValueError, TypeError: as :func:`subdiagonal_matmul`.
     """
-    parameters = (a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H)
     _check(*parameters)
     method = _exact_scaled_method(*parameters[:4])
     if method is not None:
@@ -288,7 +274,7 @@ def subdiagonal_factors(
         computed = [tensor.to(dtype) for tensor in parameters]
         return ScaledToeplitzSpectra.of(*computed[4:], *computed[:4]).reduced()
     trees = KrylovTrees.of(*(tensor.to(computing_dtype(*parameters)) for tensor in parameters))
-    if trees.left.leaves.numel() + trees.right.leaves.numel() < G.shape[0] * H.shape[0]:
+    if trees.left.leaves.numel() + trees.right.leaves.numel() < len(parameters[4]) * len(parameters[5]):
         return trees
     return DenseMatrix(subdiagonal_to_dense(*parameters).contiguous())
 
@@ -322,29 +308,21 @@ def choose_subdiagonal_method(
     return fastest_training_method(m, n, rank, batch, a_subdiagonal.device, scaled)
 
 
-def choose_prepared_subdiagonal_method(
-    a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor
-) -> str:
+def choose_prepared_subdiagonal_method(*operators: Tensor) -> str:
     """The method by which a matrix is prepared where the dense one is slower: spectra where they are exact enough.
 
     Args:
-        a_subdiagonal, a_corner, b_subdiagonal, b_corner: as for :func:`subdiagonal_matmul`.
+        *operators: subdiagonal and corner of A, and those of B, as for :func:`subdiagonal_matmul`.
     """
-    m, n = a_subdiagonal.shape[0] + 1, b_subdiagonal.shape[0] + 1
-    scaled = _exact_scaled_method(a_subdiagonal, a_corner, b_subdiagonal, b_corner)
-    return scaled or method_for_any_operators(m, n, prepared=True)
+    m, n = len(operators[0]) + 1, len(operators[2]) + 1
+    return _exact_scaled_method(*operators) or method_for_any_operators(m, n, prepared=True)
 
 
-def _exact_scaled_method(
-    a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor
-) -> str | None:
+def _exact_scaled_method(*operators: Tensor) -> str | None:
     """The faster one of ``"scaled"`` and ``"scaled_float64"`` that is exact enough, or None."""
-    sides = [
-        (subdiagonal.detach().double().cpu(), corner.detach().double().cpu())
-        for subdiagonal, corner in ((a_subdiagonal, a_corner), (b_subdiagonal, b_corner))
-    ]
-    single = computing_dtype(a_subdiagonal, b_subdiagonal) == torch.float32
-    loss, spread = _loss(sides)
+    single = computing_dtype(operators[0], operators[2]) == torch.float32
+    a, a_corner, b, b_corner = (tensor.detach().double().cpu() for tensor in operators)
+    loss, spread = _loss([(a, a_corner), (b, b_corner)])
     if single and loss < _FLOAT32_LOSS and spread < _FLOAT32_SPREAD:
         return "scaled"
     if loss < (_FLOAT64_LOSS_FOR_FLOAT32 if single else _FLOAT64_LOSS) and spread < _FLOAT64_SPREAD:
@@ -372,61 +350,41 @@ def _loss(sides: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
     return spread + corners - max([0.0, *growth]), spread
 
 
-def _check(
-    a_subdiagonal: Tensor,
-    a_corner: Tensor,
-    b_subdiagonal: Tensor,
-    b_corner: Tensor,
-    G: Tensor,
-    H: Tensor,
-    x: Tensor | None = None,
-) -> None:
+_NAMES = ("a_subdiagonal", "a_corner", "b_subdiagonal", "b_corner", "G", "H", "x")
+
+
+def _check(*tensors: Tensor) -> None:
+    """Refuse arguments of :func:`subdiagonal_matmul`, with or without x, that do not fit."""
+    G, H, *x = tensors[4:]
     require_generators(G, H)
-    if x is not None:
-        require_vectors(x, H.shape[0])
-        require_real(x=x)
-    require_real(
-        a_subdiagonal=a_subdiagonal, a_corner=a_corner, b_subdiagonal=b_subdiagonal, b_corner=b_corner, G=G, H=H
-    )
-    for name, tensor, shape in (
-        ("a_subdiagonal", a_subdiagonal, (G.shape[0] - 1,)),
-        ("a_corner", a_corner, ()),
-        ("b_subdiagonal", b_subdiagonal, (H.shape[0] - 1,)),
-        ("b_corner", b_corner, ()),
-    ):
+    for vectors in x:
+        require_vectors(vectors, H.shape[0])
+    require_real(**dict(zip(_NAMES, tensors, strict=False)))
+    shapes: list[tuple[int, ...]] = [(len(G) - 1,), (), (len(H) - 1,), ()]
+    for name, tensor, shape in zip(_NAMES, tensors, shapes, strict=False):
         if tensor.shape != shape:
-            raise ValueError(
-                f"{name} must be of shape {shape} beside G {tuple(G.shape)} and H {tuple(H.shape)}, not "
-                f"{tuple(tensor.shape)}."
-            )
+            beside = f"beside G {tuple(G.shape)} and H {tuple(H.shape)}"
+            raise ValueError(f"{name} must be of shape {shape} {beside}, not {tuple(tensor.shape)}.")
 
 
 def _inside(method: str, *tensors: Tensor) -> torch.dtype:
     """The dtype in which the method computes."""
     if method not in SUBDIAGONAL_METHODS:
-        raise ValueError(
-            f'method must be "auto" or one of {", ".join(map(repr, SUBDIAGONAL_METHODS))}, not {method!r}.'
-        )
+        known = ", ".join(map(repr, SUBDIAGONAL_METHODS))
+        raise ValueError(f'method must be "auto" or one of {known}, not {method!r}.')
     return torch.float64 if method == "scaled_float64" else computing_dtype(*tensors)
 
 
-def _refuse_zeros(a_subdiagonal: Tensor, b_subdiagonal: Tensor) -> None:
-    """Refuse zeros where they can be looked for without waiting."""
-    for name, tensor in (("a_subdiagonal", a_subdiagonal), ("b_subdiagonal", b_subdiagonal)):
-        if tensor.device.type == "cpu" and _has_zero(tensor):
-            index = (tensor == 0).nonzero()[0].item()
+def _refuse_zeros(*operators: Tensor) -> None:
+    """Refuse zeros below a diagonal where they can be looked for without waiting."""
+    for name, tensor in zip(_NAMES[:4:2], operators[::2], strict=True):
+        with suppress(RuntimeError):  # under vmap over the tensor no values can be read
+            if tensor.device.type != "cpu" or tensor.all():
+                continue
+            place = f"{name}[{(tensor == 0).nonzero()[0].item()}]"
             raise ValueError(
-                f'method="scaled" divides by the subdiagonals, and {name}[{index}] is 0: use method="tree" or '
-                f'method="dense".'
+                f'method="scaled" divides by the subdiagonals, and {place} is 0: use method="tree" or method="dense".'
             )
-
-
-def _has_zero(tensor: Tensor) -> bool:
-    """Whether an entry is zero; False under vmap over the tensor, where no values can be read."""
-    try:
-        return not tensor.all()
-    except RuntimeError:
-        return False
 
 
 def _krylov_product(a: Tensor, b: Tensor, G: Tensor, H: Tensor) -> Tensor:
@@ -442,10 +400,9 @@ def _krylov_product(a: Tensor, b: Tensor, G: Tensor, H: Tensor) -> Tensor:
 _MAKING = {"dense": stein_matrix, "krylov": _krylov_product}
 
 
-def _as_circles(
-    a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor, G: Tensor, H: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The arguments of :func:`stein_matrix`, of which each operator is a circle: its corner, then its subdiagonal."""
+def _as_circles(*parameters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of :func:`stein_matrix`: each operator is a circle, its corner and then its subdiagonal."""
+    a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H = parameters
     a, b = torch.cat([a_corner[None], a_subdiagonal]), torch.cat([b_corner[None], b_subdiagonal])
     share = _balance(a, b)
     return a / share, b * share, G, H

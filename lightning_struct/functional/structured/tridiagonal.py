@@ -103,12 +103,10 @@ def tridiagonal_matmul(
         tensor([2., 0., 1.])
     """
     require_vectors(x, b.size)
-    if torch.compiler.is_compiling():
-        return _opaque_product(*_tensors(a, b), G, H, x, method=method)
     return _product(*_tensors(a, b), G, H, x, method=method)
 
 
-def _product(*tensors: Tensor, method: str) -> Tensor:
+def _computed_product(*tensors: Tensor, method: str) -> Tensor:
     """x Mᵀ for the entries of A and of B, G, H and x."""
     *parameters, x = tensors
     a, b, G, H = *_operators(parameters), *parameters[8:]
@@ -144,12 +142,10 @@ def tridiagonal_to_dense(
                 [0., 1., 0.],
                 [0., 0., 1.]])
     """
-    if torch.compiler.is_compiling():
-        return _opaque_matrix(*_tensors(a, b), G, H, method=method)
     return _matrix(*_tensors(a, b), G, H, method=method)
 
 
-def _matrix(*parameters: Tensor, method: str) -> Tensor:
+def _computed_matrix(*parameters: Tensor, method: str) -> Tensor:
     """M for the entries of A and of B, G and H."""
     a, b, G, H = *_operators(parameters), *parameters[8:]
     left, right, dtype = _krylov_rows(a, b, G, H, method)
@@ -166,13 +162,13 @@ def _operators(tensors: Sequence[Tensor]) -> tuple[TridiagonalOperator, Tridiago
 
 # As many steps one after the other as there are rows would be as many nodes of a graph.
 # Their arguments end in G, H and x, or in G and H.
-_opaque_product = opaque_operator(
+_product = opaque_operator(
     "tridiagonal_matmul",
-    _product,
-    lambda t: t[10].new_empty(*t[10].shape[:-1], t[8].shape[0], dtype=promoted_dtype(*t)),
+    _computed_product,
+    lambda t: t[10].new_empty(*t[10].shape[:-1], len(t[8]), dtype=promoted_dtype(*t)),
 )
-_opaque_matrix = opaque_operator(
-    "tridiagonal_to_dense", _matrix, lambda t: t[8].new_empty(len(t[8]), len(t[9]), dtype=promoted_dtype(*t))
+_matrix = opaque_operator(
+    "tridiagonal_to_dense", _computed_matrix, lambda t: t[8].new_empty(len(t[8]), len(t[9]), dtype=promoted_dtype(*t))
 )
 
 
@@ -344,29 +340,17 @@ class _Recurrences(torch.autograd.Function):
         return recurrences(ctx.arithmetic, weights, sources, ctx.count, ctx.backwards)
 
     @staticmethod
-    def vmap(
-        info: Any,
-        dims: tuple[int | None, ...],
-        arithmetic: CyclicArithmetic,
-        count: int,
-        backwards: bool,
-        *tensors: Tensor,
-    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        weight_dims, source_dims = _halves(dims[3:])
-        weights, sources = _halves(tensors)
+    def vmap(info: Any, dims: Any, arithmetic: CyclicArithmetic, count: int, backwards: bool, *tensors: Tensor) -> Any:
+        size, columns = info.batch_size, arithmetic.columns
+        (weights, sources), (weight_dims, source_dims) = _halves(tensors), _halves(dims[3:])
         if all(dim is None for dim in weight_dims):
-            merged = [
-                _merge(s, dim, info.batch_size, arithmetic.columns) for s, dim in zip(sources, source_dims, strict=True)
-            ]
+            merged = [_merge(source, dim, size, columns) for source, dim in zip(sources, source_dims, strict=True)]
             states = recurrences(arithmetic, weights, merged, count, backwards)
-            split = tuple(state.unflatten(arithmetic.columns, (-1, info.batch_size)) for state in states)
-            return split, (arithmetic.columns + 1,) * len(split)
-        runs = [
-            recurrences(
-                arithmetic, _entries(weights, weight_dims, i), _entries(sources, source_dims, i), count, backwards
-            )
-            for i in range(info.batch_size)
-        ]
+            return tuple(state.unflatten(columns, (-1, size)) for state in states), (columns + 1,) * len(states)
+        runs = []
+        for i in range(size):
+            entries = [t if dim is None else t.select(dim, i) for t, dim in zip(tensors, dims[3:], strict=True)]
+            runs.append(_Recurrences.apply(arithmetic, count, backwards, *entries))
         return tuple(torch.stack(states) for states in zip(*runs, strict=True)), (0,) * len(sources)
 
 
@@ -500,7 +484,3 @@ def _merge(source: Tensor, dim: int | None, size: int, columns: int) -> Tensor:
     else:
         batched = source.movedim(dim, columns + 1)
     return batched.flatten(columns, columns + 1)
-
-
-def _entries(tensors: Sequence[Tensor], dims: Sequence[int | None], i: int) -> list[Tensor]:
-    return [tensor if dim is None else tensor.select(dim, i) for tensor, dim in zip(tensors, dims, strict=True)]

@@ -22,7 +22,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_struct.functional.checks import first_line
-from lightning_struct.functional.layers.calls import LayerCall, admissible_sizes, map_items, tensors_in
+from lightning_struct.functional.layers.calls import LayerCall, admissible_sizes, map_leaves, tensors_in
 from lightning_struct.functional.layers.kinds import ContributionRule, ElementwiseForm
 from lightning_struct.functional.layers.per_sample.contributions import (
     NUMBERS_AT_A_TIME,
@@ -73,19 +73,24 @@ def contributions_by_vmap(call: LayerCall) -> dict[str, Contribution]:
         raise Uncovered(f"it has no rule, and its gradients of {n} samples are {n * numbers} numbers")
 
     mapped: list[Tensor] = []
-    template = _without_mapped((call.args, dict(call.kwargs)), place, mapped)
+
+    def taken_out(leaf: Any) -> Any:
+        if not (isinstance(leaf, Tensor) and place.holds(leaf)):
+            return leaf
+        mapped.append(leaf)
+        return _MAPPED
+
+    template = map_leaves(taken_out, (call.args, dict(call.kwargs)))
     if not mapped:
-        raise Uncovered(
-            f"it has no rule, and nothing that it read has {n * place.rows} entries in dimension {dimension}, as its "
-            f"outputs have for {n} samples"
-        )
+        entries = f"{n * place.rows} entries in dimension {dimension}"
+        raise Uncovered(f"it has no rule, and nothing that it read has {entries}, as its outputs have for {n} samples")
     bare = _Bare(layer)
     buffers = {name: buffer.clone() for name, buffer in bare.named_buffers()}
 
     def one_sample(values: list[Tensor], deltas: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
         def outputs_at(at: dict[str, Tensor]) -> list[Tensor]:
             rest = iter(values)
-            one_args, one_kwargs = _with_mapped(template, rest)
+            one_args, one_kwargs = map_leaves(lambda leaf: next(rest) if leaf is _MAPPED else leaf, template)
             results = tensors_in(functional_call(bare, {**buffers, **at}, one_args, one_kwargs))
             return [results[i] for i in reached]
 
@@ -96,7 +101,7 @@ def contributions_by_vmap(call: LayerCall) -> dict[str, Contribution]:
     deltas = [place.parted(cotangent) for cotangent in cotangents if cotangent is not None]
     chunk_size = max(1, NUMBERS_AT_A_TIME // max(1, numbers))
     try:
-        with _attributes_kept(layer), _parametrizations_in_eval(layer), warnings.catch_warnings():
+        with _kept_as_it_is(layer), warnings.catch_warnings():
             # torch asks whoever reads it for an issue; that this takes longer is said by the recorder
             warnings.filterwarnings("ignore", "There is a performance drop")
             gradients, results = vmap(one_sample, in_dims=dimension, chunk_size=chunk_size)(
@@ -176,19 +181,12 @@ class _Bare(nn.Module):
 
 
 @contextmanager
-def _attributes_kept(layer: nn.Module) -> Iterator[None]:
-    """Weights that hooks compute are plain attributes of the layer."""
+def _kept_as_it_is(layer: nn.Module) -> Iterator[None]:
+    """Context in which a layer may run without a trace: hooks compute weights as attributes of the layer.
+
+    Some parametrizations go on with each call in training, as the power iteration of the spectral norm does.
+    """
     before = dict(vars(layer))
-    try:
-        yield
-    finally:
-        vars(layer).clear()
-        vars(layer).update(before)
-
-
-@contextmanager
-def _parametrizations_in_eval(layer: nn.Module) -> Iterator[None]:
-    """In training some go on with each call, as the power iteration of the spectral norm does."""
     training = [part for part in getattr(layer, "parametrizations", nn.Module()).modules() if part.training]
     for part in training:
         part.training = False
@@ -197,24 +195,12 @@ def _parametrizations_in_eval(layer: nn.Module) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+        vars(layer).clear()
+        vars(layer).update(before)
 
 
-class _Mapped:
-    """Stands for a tensor that has entries of the samples."""
-
-
-def _without_mapped(value: Any, place: _Place, mapped: list[Tensor]) -> Any:
-    if isinstance(value, Tensor) and place.holds(value):
-        mapped.append(value)
-        return _Mapped()
-    return map_items(lambda item: _without_mapped(item, place, mapped), value)
-
-
-def _with_mapped(value: Any, entries: Iterator[Tensor]) -> Any:
-    if isinstance(value, _Mapped):
-        return next(entries)
-    return map_items(lambda item: _with_mapped(item, entries), value)
-
+# Stands for a tensor that has entries of the samples.
+_MAPPED = object()
 
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
@@ -243,12 +229,11 @@ def contributions(call: LayerCall) -> dict[str, Contribution]:
         Uncovered: the shares of the samples cannot be told apart.
         ValueError: a rule that was declared did not return one contribution for each trainable parameter.
     """
-    layer = call.layer
-    reader = _reader(layer)
-    if reader is None:
-        return contributions_by_vmap(call)
+    reader = _reader(call.layer)
     if reader.declared:
-        return _checked(layer, reader.rule(call))
+        return _checked(call.layer, reader.rule(call))
+    if not reader.is_known:
+        return reader.rule(call)
     try:
         of_base = base_call(call)
     except ValueError as problem:
@@ -260,25 +245,24 @@ def contributions(call: LayerCall) -> dict[str, Contribution]:
 
 def has_rule(layer: nn.Module) -> bool:
     """Whether the shares are read off without another run under ``torch.func.vmap``."""
-    return _reader(layer) is not None
+    return _reader(layer).is_known
 
 
 def runs_again(layer: nn.Module) -> bool:
     """Whether :func:`contributions` runs the layer again."""
-    reader = _reader(layer)
-    return reader is None or reader.runs_again
+    return _reader(layer).runs_again
 
 
 def may_run_again(layer: nn.Module) -> bool:
     """Whether :func:`contributions` runs the layer again, or would where its rule does not know an argument."""
     reader = _reader(layer)
-    return reader is None or reader.runs_again or reader.recognized
+    return reader.runs_again or reader.recognized
 
 
 def draws_random_numbers(layer: nn.Module) -> bool:
     """Whether :func:`contributions` runs the layer again, with the random generators as before the call."""
     reader = _reader(layer)
-    return reader is not None and reader.runs_again and has_active_dropout(layer)
+    return reader.is_known and reader.runs_again and has_active_dropout(layer)
 
 
 def compares_outputs(layer: nn.Module) -> bool:
@@ -289,7 +273,7 @@ def compares_outputs(layer: nn.Module) -> bool:
 def keeps_outputs(layer: nn.Module) -> bool:
     """Whether :func:`contributions` needs the outputs at all."""
     reader = _reader(layer)
-    return reader is None or reader.runs_again or reader.declared or reader.recognized
+    return reader.runs_again or reader.declared or reader.recognized
 
 
 @dataclass(frozen=True)
@@ -298,29 +282,29 @@ class _Reader:
 
     Attributes:
         rule: the rule.
-        runs_again: it runs the layer again, which is a recurrent one and may have dropout inside.
+        runs_again: it runs the layer again. A recurrent one may have dropout inside.
         declared: by :func:`~lightning_struct.functional.layers.registry.register_layer`.
         recognized: by what the layer computed.
+        is_known: False for layers without a rule, which are run again under ``torch.func.vmap``.
     """
 
     rule: ContributionRule
     runs_again: bool = False
     declared: bool = False
     recognized: bool = False
+    is_known: bool = True
 
 
-def _reader(layer: nn.Module) -> _Reader | None:
+def _reader(layer: nn.Module) -> _Reader:
     kind = kind_of(layer)
     if kind is None or not has_plain_parameters(layer, kind):
-        return None
+        return _BY_VMAP
     if kind.rule is not None:
         return _Reader(kind.rule, declared=True)
     if kind.forms is not None:
         return _Reader(partial(_elementwise, forms=kind.forms), recognized=True)
-    reader = None if kind.base is None else _READERS.get(kind.base)
-    if reader is None or not kind.recognized:
-        return reader
-    return replace(reader, recognized=True)
+    reader = _BY_VMAP if kind.base is None else _READERS.get(kind.base, _BY_VMAP)
+    return replace(reader, recognized=True) if kind.recognized and reader.is_known else reader
 
 
 def _checked(layer: nn.Module, shares: dict[str, Contribution]) -> dict[str, Contribution]:
@@ -328,10 +312,8 @@ def _checked(layer: nn.Module, shares: dict[str, Contribution]) -> dict[str, Con
     expected = {name: tuple(p.shape) for name, p in owned_parameters(layer).items() if p.requires_grad}
     found = {name: tuple(share.shape) for name, share in shares.items() if name in expected}
     if found != expected:
-        raise ValueError(
-            f"the rule declared for {type(layer).__name__} returned contributions of the shapes {found}; its trainable "
-            f"parameters have {expected}"
-        )
+        declared = f"the rule declared for {type(layer).__name__}"
+        raise ValueError(f"{declared} returned contributions of the shapes {found}; its parameters have {expected}")
     return {name: shares[name] for name in expected}
 
 
@@ -480,6 +462,7 @@ def _attention(call: LayerCall) -> dict[str, Contribution]:
     raise Uncovered("its products are seen only while it runs (see projections.py)")
 
 
+_BY_VMAP = _Reader(contributions_by_vmap, runs_again=True, is_known=False)
 # By the base of the kind of layer.
 _READERS: dict[type[nn.Module], _Reader] = {
     nn.Linear: _Reader(_affine),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.layers.calls import LayerCall, map_items, tensors_in
+from lightning_struct.functional.layers.calls import LayerCall, map_leaves, tensors_in
 from lightning_struct.functional.layers.per_sample.contributions import Contribution, at_least_float32
 from lightning_struct.functional.layers.per_sample.inner_calls import ParameterUse
 from lightning_struct.functional.layers.per_sample.layer_contributions import (
@@ -23,14 +23,6 @@ from lightning_struct.functional.randomness import RandomState, random_signs
 from lightning_struct.functional.torch_tools import current_backward
 
 
-@dataclass
-class Rerun:
-    """State that running a layer again needs: (device, dtype, enabled) of autocast, and of the random generators."""
-
-    autocast: tuple[str, torch.dtype, bool]
-    random_state: RandomState | None
-
-
 @dataclass(eq=False)
 class PendingCall:
     """One call of a layer whose cotangents are pending.
@@ -39,7 +31,8 @@ class PendingCall:
         call: without cotangents.
         parameters: those that it uses, by name.
         backward: the pass within which it was made, by a checkpoint, or -1.
-        rerun: state for running the layer again; None if it is not.
+        autocast: (device, dtype, enabled) of the call, for running the layer again; None if it is not.
+        random_state: of the generators before the call, for the same.
         use: the one use inside of the call that the cotangents are of; None for the whole call.
         accumulated: the parameters whose gradients it has taken part in.
     """
@@ -47,7 +40,8 @@ class PendingCall:
     call: LayerCall
     parameters: dict[str, nn.Parameter]
     backward: int
-    rerun: Rerun | None = None
+    autocast: tuple[str, torch.dtype, bool] | None = None
+    random_state: RandomState | None = None
     use: ParameterUse | None = None
     accumulated: set[nn.Parameter] = field(default_factory=set)
 
@@ -60,31 +54,29 @@ def pending_call(call: LayerCall, parameters: dict[str, nn.Parameter], state: Ra
         parameters: those that it uses and that are trained, by name.
         state: of the random generators before the call, where its layer draws random numbers.
     """
-    layer, args, kwargs = call.layer, call.args, call.kwargs
-    if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
-        args, kwargs = _detached((args, kwargs))
-    else:
-        args = (args[0].detach(),)
-    outputs = _detached(call.outputs, copy=compares_outputs(layer)) if keeps_outputs(layer) else None
+    args, kwargs = _detached((call.args, call.kwargs))
+    outputs = _detached(call.outputs, copy=compares_outputs(call.layer)) if keeps_outputs(call.layer) else None
     pending = PendingCall(replace(call, args=args, kwargs=kwargs, outputs=outputs), parameters, current_backward())
-    if may_run_again(layer):
+    if may_run_again(call.layer):
         device = tensors_in(outputs)[0].device.type
-        autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        pending.rerun = Rerun(autocast, state)
+        pending.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        pending.random_state = state
     return pending
 
 
-def _detached(value: Any, seen: dict[int, Tensor] | None = None, *, copy: bool = False) -> Any:
+def _detached(value: Any, *, copy: bool = False) -> Any:
     """``value`` with its tensors cut off from the graph, which would otherwise live as long as they.
 
     What was one tensor in two places still is.
     """
-    seen = {} if seen is None else seen
-    if isinstance(value, Tensor):
-        if id(value) not in seen:
-            seen[id(value)] = value.detach().clone() if copy else value.detach()
-        return seen[id(value)]
-    return map_items(lambda item: _detached(item, seen, copy=copy), value)
+    seen: dict[int, Tensor] = {}
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and id(leaf) not in seen:
+            seen[id(leaf)] = leaf.detach().clone() if copy else leaf.detach()
+        return seen.get(id(leaf), leaf)
+
+    return map_leaves(cut, value)
 
 
 @dataclass

@@ -212,15 +212,12 @@ class GradientNormRecorder:
         """Take the hooks away. What was measured stays."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
-        self._watched.clear()
-        self._layers.clear()
-        self._faults.clear()
-        self._arrived.clear()
-        self._random_states.clear()
         for watching in self._watching.values():
             watching.__exit__()
-        self._watching.clear()
+        of_hooks: tuple[Any, ...] = (self._handles, self._watched, self._layers, self._watching)
+        of_passes: tuple[Any, ...] = (self._faults, self._arrived, self._random_states)
+        for held in of_hooks + of_passes:
+            held.clear()
 
     def results(self) -> list[ParameterNorms]:
         """Norms of each parameter that got a gradient and is covered, in the order of the module.
@@ -423,17 +420,13 @@ class GradientNormRecorder:
             return {name: Dense(p.detach().new_zeros(0, *p.shape)) for name, p in parameters.items()}
         if pending.use is not None:
             return pending.use.contributions(call.cotangent, call.samples)
-        if pending.rerun is None:
+        if pending.autocast is None:
             return contributions(call)
-        device, dtype, enabled = pending.rerun.autocast
-        state = pending.rerun.random_state
+        state = pending.random_state
+        restored = nullcontext() if state is None else restored_random_state(state)
         self._rerunning = True
         try:
-            with (
-                torch.autocast(device, dtype, enabled, cache_enabled=False),
-                nullcontext() if state is None else restored_random_state(state),
-                isolated_host_generators(),
-            ):
+            with torch.autocast(*pending.autocast, cache_enabled=False), restored, isolated_host_generators():
                 shares = contributions(call)
         except CannotRunAgain as reason:
             self._failed[call.layer] = str(reason)

@@ -245,19 +245,10 @@ def _backward(
 
 
 def _shares(
-    cell: Cell,
-    of_states: Tensor,
-    deltas: tuple[Tensor, Tensor],
-    suffix: str,
-    layout: _SequenceLayout,
-    samples: Samples,
+    cell: Cell, of_states: Tensor, deltas: tuple[Tensor, Tensor], suffix: str, layout: _SequenceLayout, samples: Samples
 ) -> dict[str, Contribution]:
     """Contributions of the weights and biases whose names end so, from cotangents of states and pre-activations."""
-    uses = {
-        "ih": (cell.inputs, deltas[0]),
-        "hh": (cell.states[:-1], deltas[1]),
-        "hr": (cell.projected, of_states),
-    }
+    uses = {"ih": (cell.inputs, deltas[0]), "hh": (cell.states[:-1], deltas[1]), "hr": (cell.projected, of_states)}
     contributions: dict[str, Contribution] = {}
     for kind, (multiplied, delta) in uses.items():
         if multiplied is None:

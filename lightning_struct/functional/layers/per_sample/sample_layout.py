@@ -71,9 +71,9 @@ def check_decided(size: Sequence[int], leading: int, call: LayerCall) -> None:
     """
     admissible = admissible_sizes(call.samples)
     if call.ambiguous and leading > 1 and admissible is not None and set(size[:2]) <= set(admissible):
+        either = "either of the first two dimensions may be that of the samples"
         raise Uncovered(
-            f"it has a tensor of shape {tuple(size)}, of which either of the first two dimensions may be that of the "
-            "samples, as the module has layers with batch_first=False"
+            f"of its tensor of shape {tuple(size)} {either}, as the module has layers with batch_first=False"
         )
 
 
@@ -97,9 +97,8 @@ def check_rerun(recorded: Tensor, computed: Tensor) -> None:
     recorded = recorded.to(computed.dtype)
     if not norm(computed - recorded) <= _TOLERANCE * norm(recorded):
         raise Uncovered(
-            "its dropout cannot be repeated: the random generators were not put back to their state before the call, "
-            "the kernel draws its own random numbers (as cuDNN's recurrent layers do), or the output was changed in "
-            "place"
+            "its dropout cannot be repeated: the random generators are not in their state before the call, the kernel "
+            "draws its own random numbers (as cuDNN's recurrent layers do), or the output was changed in place"
         )
 
 

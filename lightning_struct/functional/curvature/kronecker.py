@@ -17,15 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_struct.functional.layers.per_sample.contributions import (
-    Contribution,
-    Dense,
-    Lookup,
-    Outer,
-    Uncovered,
-    at_least_float32,
-)
-from lightning_struct.functional.layers.per_sample.convolution import Convolution
+from lightning_struct.functional.layers.per_sample import Contribution, Convolution, Dense, Lookup, Outer, Uncovered
+from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
 
 
 class SecondMoments(NamedTuple):

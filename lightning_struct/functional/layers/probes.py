@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_struct.functional.layers.calls import LayerCall, tensors_in
 from lightning_struct.functional.layers.per_sample.contributions import Contribution, Uncovered
 from lightning_struct.functional.layers.per_sample.inner_calls import (
+    ParameterUse,
     RecordedCalls,
     is_recorded,
     parameter_uses,
@@ -86,9 +87,7 @@ def probe_layers(
             recording.__exit__()
             if outputs is not None:  # else it has failed
                 for edge, use in parameter_uses(base_call(call), recording.calls):
-                    calls.append(
-                        _Probed(layer, [edge], lambda cotangents, use=use: use.contributions(*cotangents, None))
-                    )
+                    calls.append(_Probed(layer, [edge], partial(_contributions_of_use, use)))
             return
         # An edge of the graph, and not the tensor, which may be written over by the next layer.
         edges = [get_gradient_edge(t) if t.requires_grad else None for t in tensors_in(outputs)]
@@ -122,3 +121,7 @@ def probe_layers(
 def _contributions(call: LayerCall, state: RandomState | None, cotangents: list[Any]) -> dict[str, Contribution]:
     with nullcontext() if state is None else restored_random_state(state):
         return contributions(replace(call, cotangents=cotangents))
+
+
+def _contributions_of_use(use: ParameterUse, cotangents: list[Any]) -> dict[str, Contribution]:
+    return use.contributions(cotangents[0], None)

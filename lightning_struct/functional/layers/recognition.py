@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -119,11 +120,38 @@ def _recognize(layer: nn.Module) -> LayerKind | None:
             return trial.like_its_base() or trial.as_affine() or trial.as_elementwise()
 
 
+# Shapes of inputs of layers of torch.
+_SHAPES: dict[type[nn.Module], Callable[[Any], list[tuple[int, ...]]]] = {
+    nn.Linear: lambda layer: [(2, 3, layer.in_features)],
+    nn.modules.conv._ConvNd: lambda layer: [_image(layer, more) for more in (2, 3)],
+    **dict.fromkeys(
+        (nn.LayerNorm, nn.RMSNorm),
+        # others take the second dimension of the second one for the channels
+        lambda layer: [(2, 3, *others, *layer.normalized_shape) for others in ((), (5,))],
+    ),
+    nn.PReLU: lambda layer: [(2, layer.num_parameters, 3)],
+    nn.GroupNorm: lambda layer: [(2, layer.num_channels, 3), (2, layer.num_channels, 3, 2)],
+    **dict.fromkeys((nn.BatchNorm1d, nn.InstanceNorm1d), lambda layer: [(2, layer.num_features, 3)]),
+    **dict.fromkeys((nn.BatchNorm2d, nn.InstanceNorm2d), lambda layer: [(2, layer.num_features, 3, 3)]),
+    **dict.fromkeys((nn.BatchNorm3d, nn.InstanceNorm3d), lambda layer: [(2, layer.num_features, 3, 3, 3)]),
+    nn.RNNCellBase: lambda layer: [(2, layer.input_size)],
+    nn.RNNBase: lambda layer: [(2, 3, layer.input_size)],
+    nn.MultiheadAttention: lambda layer: [(2, 3, layer.embed_dim)],
+}
+
+
+def _image(layer: Any, more: int) -> tuple[int, ...]:
+    """An image that is larger than the kernel: what is padded to a multiple of the stride differs in one of two."""
+    reach = [d * (k - 1) + 1 for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+    return (2, layer.in_channels, *(size + more for size in reach))
+
+
 class _Trial:
     """Runs of copies of a layer with random weights."""
 
     def __init__(self, layer: nn.Module, device: torch.device) -> None:
-        self._layer, self._device = layer, device
+        self._layer: Any = layer
+        self._device = device
         self._generator = torch.Generator().manual_seed(0)
         self._own = {name: p.detach() for name, p in layer._parameters.items() if p is not None}
         self._dtype = computing_dtype(*self._own.values())
@@ -140,11 +168,19 @@ class _Trial:
         if not self._own.keys() <= set(kind.parameters(self._layer)):
             return None
         base = kind.base
-        for inputs in _inputs_of(base, self._layer, self._random):
+        for inputs in self._inputs_of(base):
             found, expected = (self._with_the_same_dropout(inputs, of_type) for of_type in (None, base))
             if expected is None or not _same(found, expected):
                 return None
         return replace(kind, recognized=True, declared=False)
+
+    def _inputs_of(self, base: type[nn.Module]) -> Iterator[tuple[Tensor, ...]]:
+        """Arguments of small calls of a layer of torch."""
+        if base is nn.Embedding:
+            yield (torch.arange(min(6, self._layer.num_embeddings), device=self._device)[None],)
+        shapes = next((_SHAPES[kind] for kind in base.__mro__ if kind in _SHAPES), lambda layer: [])
+        for shape in shapes(self._layer):
+            yield (self._random(*shape),) * (3 if base is nn.MultiheadAttention else 1)
 
     def _with_the_same_dropout(self, inputs: tuple[Tensor, ...], of_type: type[nn.Module] | None) -> Any:
         with seeded(0, self._device):
@@ -164,8 +200,8 @@ class _Trial:
             offset = 0 if bias is None else self._weights[bias]
             inputs = [self._random(*shape, weight.shape[1]) for shape in ((2, 3), (4,))]
             if all(self._gives(x, x @ weight.t() + offset) for x in inputs):
-                matrix = Matrix(name, bias, transposed=transposed)
-                return LayerKind(nn.Linear, lambda layer: [matrix], lambda layer: layer._parameters, recognized=True)
+                matrices_of = partial(_only, Matrix(name, bias, transposed=transposed))
+                return LayerKind(nn.Linear, matrices_of, lambda layer: layer._parameters, recognized=True)
         return None
 
     def as_elementwise(self) -> LayerKind | None:
@@ -222,40 +258,16 @@ class _Trial:
         return normal_numbers(*shape, like=like, generator=self._generator)
 
 
+def _only(matrix: Matrix, layer: nn.Module) -> list[Matrix]:
+    return [matrix]
+
+
 def _attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The value of the function; None if it fails: it runs code that may be anything."""
     try:
         return function(*args, **kwargs)
     except Exception:  # noqa: BLE001
         return None
-
-
-def _inputs_of(base: type[nn.Module], layer: Any, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Arguments of small calls of a layer of torch."""
-    if base is nn.Linear:
-        yield (random(2, 3, layer.in_features),)
-    elif base is nn.Embedding:
-        yield (torch.arange(min(6, layer.num_embeddings), device=layer.weight.device)[None],)
-    elif issubclass(base, nn.modules.conv._ConvNd):
-        reach = [d * (k - 1) + 1 for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
-        for more in (2, 3):  # what is padded to a multiple of the stride differs in one of them
-            yield (random(2, layer.in_channels, *(size + more for size in reach)),)
-    elif base in (nn.LayerNorm, nn.RMSNorm):
-        yield (random(2, 3, *layer.normalized_shape),)
-        yield (random(2, 3, 5, *layer.normalized_shape),)  # in which others take the second dimension for the channels
-    elif base is nn.PReLU:
-        yield (random(2, layer.num_parameters, 3),)
-    elif base is nn.GroupNorm:
-        yield (random(2, layer.num_channels, 3),)
-        yield (random(2, layer.num_channels, 3, 2),)
-    elif issubclass(base, nn.modules.batchnorm._NormBase):
-        yield (random(2, layer.num_features, *[3] * int(base.__name__[-2])),)  # the 2 of BatchNorm2d
-    elif issubclass(base, nn.RNNCellBase):
-        yield (random(2, layer.input_size),)
-    elif issubclass(base, nn.RNNBase):
-        yield (random(2, 3, layer.input_size),)
-    elif base is nn.MultiheadAttention:
-        yield (random(2, 3, layer.embed_dim),) * 3
 
 
 def _same(found: Any, expected: Any) -> bool:

@@ -93,8 +93,10 @@ class WeightProducts:
         for use, operand, slope in zip(self._uses.values(), operands, slopes, strict=True):
             operand = operand.expand(len(residuals), *operand.shape)
             parts.setdefault(use.name, []).append((slope, operand) if use.turned else (operand, slope))
-        lefts_and_rights = {name: zip(*of, strict=True) for name, of in parts.items()}
-        return residuals, gradients, {name: tuple(map(_joined, both)) for name, both in lefts_and_rights.items()}
+        sums = {
+            name: (_joined([left for left, _ in of]), _joined([right for _, right in of])) for name, of in parts.items()
+        }
+        return residuals, gradients, sums
 
 
 def _rows_of(pull: Callable[..., Any], residuals: Tensor) -> Any:
@@ -104,8 +106,8 @@ def _rows_of(pull: Callable[..., Any], residuals: Tensor) -> Any:
     return vmap(pull)(torch.eye(len(residuals), dtype=residuals.dtype, device=residuals.device))
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _ancestors_of_output(graph: Graph) -> set[Node]:

@@ -129,9 +129,8 @@ def hadamard_transform(x: Tensor, normalize: bool = False) -> Tensor:
     """
     n = x.shape[-1] if x.ndim else 0
     if n < 1 or n & (n - 1):
-        raise ValueError(
-            f"the last dimension must be a power of two, got shape {tuple(x.shape)}: fill it up with zeros"
-        )
+        shape = tuple(x.shape)
+        raise ValueError(f"the last dimension must be a power of two, got shape {shape}: fill it up with zeros")
     computed = _computed(_promoted(x))
     rows, right = x.to(computed).reshape(-1, n), 1
     while right < n:
@@ -169,15 +168,13 @@ def circulant_matmul(column: Tensor, x: Tensor, out_features: int | None = None)
     k = column.shape[0]
     m = k if out_features is None else out_features
     if x.ndim == 0 or not (1 <= x.shape[-1] <= k and 1 <= m <= k):
+        part = f"{m} rows by {x.shape[-1] if x.ndim else 0} columns"
         raise ValueError(
-            f"a circulant matrix of size {k} has no {m} rows by {x.shape[-1] if x.ndim else 0} columns: "
-            "the column must be as long as the longer of both"
+            f"a circulant matrix of size {k} has no {part}: its column must be as long as the longer of both"
         )
     dtype = _real(column, x)
-    if x.numel() == 0:
-        return _no_rows(x, m).to(dtype)
     spectrum = torch.fft.rfft(column.to(_computed(dtype)))
-    return circulant_product(spectrum, x.to(_computed(dtype)), k)[..., :m].to(dtype)
+    return by_rows(lambda rows: circulant_product(spectrum, rows, k)[:, :m], x, _computed(dtype)).to(dtype)
 
 
 def circulant_product(spectrum: Tensor, x: Tensor, size: int) -> Tensor:
@@ -249,13 +246,15 @@ def vandermonde_like_matmul(nodes: Tensor, G: Tensor, H: Tensor, x: Tensor) -> T
     m, n = _sizes(G, H, x)
     _require_nodes("nodes", nodes, m)
     dtype = _real(nodes, G, H, x)
-    if x.numel() == 0:
-        return _no_rows(x, m).to(dtype)
-    nodes, G, H, x = (tensor.to(_computed(dtype)) for tensor in (nodes, G, H, x))
+    nodes, G, H = (tensor.to(_computed(dtype)) for tensor in (nodes, G, H))
     length = transform_length(2 * n - 1)
-    hats = torch.fft.rfft(x, length)[..., None, :] * torch.fft.rfft(H.mT, length).conj()
-    products = torch.fft.irfft(hats, length)[..., :n] @ _powers(nodes, n).mT
-    return (products * G.mT).sum(-2).to(dtype)
+
+    def multiply(rows: Tensor) -> Tensor:
+        hats = torch.fft.rfft(rows, length)[..., None, :] * torch.fft.rfft(H.mT, length).conj()
+        products = torch.fft.irfft(hats, length)[..., :n] @ _powers(nodes, n).mT
+        return (products * G.mT).sum(-2)
+
+    return by_rows(multiply, x, _computed(dtype)).to(dtype)
 
 
 def vandermonde_like_to_dense(nodes: Tensor, G: Tensor, H: Tensor) -> Tensor:
@@ -305,14 +304,10 @@ def cauchy_like_matmul(s: Tensor, t: Tensor, G: Tensor, H: Tensor, x: Tensor, *,
     if check_nodes and torch.isin(s, t).any():
         common = s[torch.isin(s, t)][0].item()
         raise ValueError(f"s and t must have no number in common, both have {common}: M would be infinite there")
-    height = max(1, _CAUCHY_ENTRIES // n)
-    return torch.cat(
-        [
-            x @ (some_G @ H.mT / (some_s[:, None] - t)).mT  # equation (1): (s_i - t_j) M_ij = (G Hᵀ)_ij
-            for some_s, some_G in zip(s.split(height), G.split(height), strict=True)
-        ],
-        -1,
-    ).to(dtype)
+    height, parts = max(1, _CAUCHY_ENTRIES // n), []
+    for some_s, some_G in zip(s.split(height), G.split(height), strict=True):
+        parts.append(x @ (some_G @ H.mT / (some_s[:, None] - t)).mT)  # equation (1): (s_i - t_j) M_ij = (G Hᵀ)_ij
+    return torch.cat(parts, -1).to(dtype)
 
 
 def _hadamard(n: int, like: Tensor) -> Tensor:
@@ -320,11 +315,6 @@ def _hadamard(n: int, like: Tensor) -> Tensor:
     while len(matrix) < n:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix
-
-
-def _no_rows(x: Tensor, m: int) -> Tensor:
-    """(..., m) for x (..., n) without any row, for which Fourier transforms fail on the oldest torch."""
-    return x[..., :1].expand(*x.shape[:-1], m)
 
 
 def _powers(nodes: Tensor, count: int) -> Tensor:

@@ -25,13 +25,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from lightning_struct.functional.layers.calls import LayerCall, Samples, tensors_in
-from lightning_struct.functional.layers.per_sample.contributions import (
-    Contribution,
-    Dense,
-    Outer,
-    Uncovered,
-    at_least_float32,
-)
+from lightning_struct.functional.layers.per_sample import Contribution, Dense, Outer, Uncovered
+from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
 from lightning_struct.functional.layers.per_sample.sample_layout import by_sample, has_active_dropout
 from lightning_struct.functional.layers.registry import has_plain_parameters, kind_of, owned_parameters
 from lightning_struct.functional.randomness import RandomState, random_state

@@ -24,16 +24,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 from lightning_struct.functional.checks import first_line
 from lightning_struct.functional.layers.calls import LayerCall, admissible_sizes, map_leaves, tensors_in
 from lightning_struct.functional.layers.kinds import ContributionRule, ElementwiseForm
-from lightning_struct.functional.layers.per_sample.contributions import (
-    NUMBERS_AT_A_TIME,
-    Contribution,
-    Dense,
-    Lookup,
-    Outer,
-    Uncovered,
-    at_least_float32,
-    row_norms,
-)
+from lightning_struct.functional.layers.per_sample import Contribution, Dense, Lookup, Outer, Uncovered
+from lightning_struct.functional.layers.per_sample.contributions import NUMBERS_AT_A_TIME, at_least_float32, row_norms
 from lightning_struct.functional.layers.per_sample.convolution import Convolution, pad_argument
 from lightning_struct.functional.layers.per_sample.recurrent import cell_contributions, recurrent_contributions
 from lightning_struct.functional.layers.per_sample.sample_layout import check_decided, has_active_dropout, sample_layout

@@ -48,9 +48,9 @@ def stein_matrix(a: Tensor, b: Tensor, G: Tensor, H: Tensor) -> Tensor:
     if m > n:
         return stein_matrix(b, a, H, G).mT
     # Two sweeps of the recurrence M[k] = S[k] + a[k] (b ∘ roll(M[k - 1], 1)).
-    last = _Sweep.apply(a, b, G @ H.mT, a.new_zeros(n))[-1]
+    last = _DownwardSweep.apply(a, b, G @ H.mT, a.new_zeros(n))[-1]
     returned = _cyclic_products(a, m)[0] * _cyclic_products(b, m)[:, None] * H.roll(m, 0)
-    return _Sweep.apply(a, b, G @ (H - returned).mT, last)
+    return _DownwardSweep.apply(a, b, G @ (H - returned).mT, last)
 
 
 def _cyclic_products(weights: Tensor, count: int) -> Tensor:
@@ -69,31 +69,34 @@ def _cyclic_products(weights: Tensor, count: int) -> Tensor:
 _HALO = 64
 
 
-def _sweep(a: Tensor, b: Tensor, source: Tensor, seed: Tensor) -> Tensor:
-    """The recurrence of :class:`_Sweep`."""
+def _sweep(a: Tensor, b: Tensor, source: Tensor, seed: Tensor, downwards: bool) -> Tensor:
+    """The recurrence of :class:`_DownwardSweep`, or that of :class:`_UpwardSweep`."""
     n, halo = source.shape[-1], min(_HALO, source.shape[-1])
+    if downwards:
+        copies, originals, inner = slice(0, halo), slice(n, n + halo), slice(halo, None)
+        to, came_from = slice(1, None), slice(0, -1)
+    else:
+        a, b = a.roll(-1, -1), b.roll(-1, -1)
+        copies, originals, inner = slice(n, n + halo), slice(0, halo), slice(0, n)
+        to, came_from = slice(0, -1), slice(1, None)
 
     def extended(tensor: Tensor) -> Tensor:
         # Not by an index, which torch.autograd.grad(..., is_grads_batched=True) cannot take where it is all of a row.
-        return torch.cat([tensor.narrow(-1, n - halo, halo), tensor], -1)
+        copied = tensor.narrow(-1, n - halo if downwards else 0, halo)
+        return torch.cat([copied, tensor] if downwards else [tensor, copied], -1)
+
+    def views(matrix: Tensor, columns: slice) -> tuple[Tensor, ...]:
+        of_rows = matrix[..., columns].unbind(-2)  # all at once: slicing in the loop would take longer than computing
+        return of_rows if downwards else of_rows[::-1]
 
     rows, weights = extended(source), a[..., :, None] * extended(b)[..., None, :]
-    # All views at once: slicing in the loop would take longer than computing.
-    to, by, came_from = (matrix.unbind(-2) for matrix in (rows[..., 1:], weights[..., 1:], rows[..., :-1]))
-    for k, before in enumerate((extended(seed)[..., :-1], *came_from[:-1])):
-        to[k].addcmul_(by[k], before)
-        if (k + 1) % halo == 0:
-            rows[..., k, :halo] = rows[..., k, n:]
-    return rows[..., halo:]
-
-
-def _upward(a: Tensor, b: Tensor, source: Tensor) -> Tensor:
-    """N[k] = S[k] + roll(a[k + 1] (b ∘ N[k + 1]), -1) of a source S (..., m, n), from N[m] = 0 on.
-
-    It is the sweep in reverse order of rows and columns.
-    """
-    a, b, source = a.roll(-1, -1).flip(-1), b.roll(-1, -1).flip(-1), source.flip(-1, -2)
-    return _Sweep.apply(a, b, source, torch.zeros_like(source[..., 0, :])).flip(-1, -2)
+    previous = (extended(seed)[..., came_from], *views(rows, came_from))
+    for k, (row, weight, before) in enumerate(zip(views(rows, to), views(weights, to), previous[:-1], strict=True), 1):
+        row.addcmul_(weight, before)
+        if k % halo == 0:
+            row = rows[..., k - 1 if downwards else -k, :]
+            row[..., copies] = row[..., originals]
+    return rows[..., inner]
 
 
 def _before(rows: Tensor, seed: Tensor) -> Tensor:
@@ -101,15 +104,33 @@ def _before(rows: Tensor, seed: Tensor) -> Tensor:
     return torch.cat([seed[..., None, :], rows[..., :-1, :]], -2).roll(1, -1)
 
 
-class _Sweep(torch.autograd.Function):
+def _weight_gradients(a: Tensor, b: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of a and b, given that of their outer product."""
+    return (products @ b[..., :, None])[..., 0], (a[..., None, :] @ products)[..., 0, :]
+
+
+def _outer_tangent(a: Tensor, b: Tensor, da: Tensor, db: Tensor) -> Tensor:
+    """The derivative of the outer product of a and b."""
+    return da[..., :, None] * b[..., None, :] + a[..., :, None] * db[..., None, :]
+
+
+def _batched(size: int, in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """The tensors, all with the dimension of vmap in front."""
+    return [
+        tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        for tensor, dim in zip(tensors, in_dims, strict=True)
+    ]
+
+
+class _DownwardSweep(torch.autograd.Function):
     """M[k] = S[k] + a[k] (b ∘ roll(M[k - 1], 1)) of a source S (..., m, n), from M[-1] = ``seed`` (..., n) on.
 
-    Its derivatives are sweeps themselves, so that it can be differentiated as often as wanted.
+    This and :class:`_UpwardSweep` are each other's derivative, so that both can be differentiated as often as wanted.
     """
 
     @staticmethod
     def forward(a: Tensor, b: Tensor, source: Tensor, seed: Tensor) -> Tensor:
-        return _sweep(a, b, source, seed)
+        return _sweep(a, b, source, seed, downwards=True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -120,24 +141,48 @@ class _Sweep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         a, b, seed, rows = ctx.saved_tensors
-        source = _upward(a, b, gradient)
-        products = source * _before(rows, seed)  # the gradient of the outer product of a and b
-        da, db = (products @ b[..., :, None])[..., 0], (a[..., None, :] @ products)[..., 0, :]
+        source = _UpwardSweep.apply(a, b, gradient)
+        da, db = _weight_gradients(a, b, source * _before(rows, seed))
         return da, db, source, (a[..., :1] * b * source[..., 0, :]).roll(-1, -1)
 
     @staticmethod
     def jvp(ctx: Any, da: Tensor, db: Tensor, source: Tensor, seed: Tensor) -> Tensor:
         a, b, start, rows = ctx.saved_tensors
-        weights = da[..., :, None] * b[..., None, :] + a[..., :, None] * db[..., None, :]
-        return _Sweep.apply(a, b, source + weights * _before(rows, start), seed)
+        return _DownwardSweep.apply(a, b, source + _outer_tangent(a, b, da, db) * _before(rows, start), seed)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[Tensor, int]:
-        batched = [
-            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            for tensor, dim in zip(inputs, in_dims, strict=True)
-        ]
-        return _Sweep.apply(*batched), 0
+        return _DownwardSweep.apply(*_batched(info.batch_size, in_dims, inputs)), 0
+
+
+class _UpwardSweep(torch.autograd.Function):
+    """N[k] = S[k] + roll(a[k + 1] (b ∘ N[k + 1]), -1) of a source S (..., m, n), from N[m] = 0 on."""
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, source: Tensor) -> Tensor:
+        return _sweep(a, b, source, torch.zeros_like(source[..., 0, :]), downwards=False)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2], output)
+        ctx.save_for_forward(*inputs[:2], output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        a, b, rows = ctx.saved_tensors
+        seed = torch.zeros_like(gradient[..., 0, :])
+        source = _DownwardSweep.apply(a, b, gradient, seed)
+        return *_weight_gradients(a, b, rows * _before(source, seed)), source
+
+    @staticmethod
+    def jvp(ctx: Any, da: Tensor, db: Tensor, source: Tensor) -> Tensor:
+        a, b, rows = ctx.saved_tensors
+        moved = (_outer_tangent(a, b, da, db) * rows).roll(-1, -1)[..., 1:, :]
+        return _UpwardSweep.apply(a, b, source + torch.nn.functional.pad(moved, (0, 0, 0, 1)))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[Tensor, int]:
+        return _UpwardSweep.apply(*_batched(info.batch_size, in_dims, inputs)), 0
 
 
 # Rows of the smallest blocks; how many blocks make the next larger one; how many of the largest there may be.

@@ -20,8 +20,8 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "FakeTensor", "call_with", "copy_each_", "current_backward", "denormals_flushed", "in_eval_mode",
-    "is_functorch_wrapped_tensor", "norms_of_each", "numbers_of_outputs", "opaque_operator", "subtract_each_",
+    "FakeTensor", "call_with", "current_backward", "denormals_flushed", "in_eval_mode",
+    "is_functorch_wrapped_tensor", "norms_of_each", "numbers_of_outputs", "opaque_operator",
     "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "writes_in_place",
 ]  # fmt: skip
 from torch.func import functional_call
@@ -40,16 +40,6 @@ def writes_in_place(operation: Any) -> bool:
 def numbers_of_outputs(node: Any) -> int:
     """How many numbers the outputs of a node of autograd's graph have."""
     return sum(math.prod(output.shape) for output in node._input_metadata)
-
-
-def copy_each_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy dense tensors into others, all at once."""
-    torch._foreach_copy_(list(targets), list(sources))
-
-
-def subtract_each_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Subtract dense tensors from others, in place, all at once."""
-    torch._foreach_sub_(list(tensors), list(others))
 
 
 def norms_of_each(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:

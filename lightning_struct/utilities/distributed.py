@@ -52,11 +52,6 @@ def shards_weights(trainer: L.Trainer) -> bool:
     )
 
 
-def shards_plain_tensors(trainer: L.Trainer) -> bool:
-    """Whether such a part is a plain tensor, as with ``FSDPStrategy``, which tells not how many processes hold it."""
-    return isinstance(trainer.strategy, lightning_classes("strategies.FSDPStrategy"))
-
-
 def gathers_parameters(trainer: L.Trainer) -> bool:
     """Whether the weights that are sharded are gathered for each forward pass as they were before: by FSDP2."""
     return isinstance(trainer.strategy, lightning_classes("strategies.ModelParallelStrategy"))

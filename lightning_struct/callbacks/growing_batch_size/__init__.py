@@ -2,8 +2,8 @@
 
 ``callback`` has the arguments and the order of events, and ``fit`` the parts of one fit; ``rules`` has the decisions.
 ``measurement`` asks an estimator (``estimators``) for the ``noise`` of the gradients, and runs the tests of
-``stationarity``. ``loader_growth`` makes larger batches, and ``growth`` accumulates more of them. With
-``learning_rate`` the rate follows, and ``scheduler_clock`` steps the schedulers by samples.
+``stationarity``. ``loader_growth`` makes larger batches, and ``growth`` accumulates more of them. By ``learning_rate``
+the rate follows, and the schedulers are stepped by samples.
 """
 
 from lightning_struct.callbacks.growing_batch_size.callback import GrowingBatchSize

@@ -32,6 +32,7 @@ from lightning_struct.utilities.namespaces import Callback, MisconfigurationExce
 MONITORS = "ValidationRule(monitor=...)"
 MOST_RECORDS = 4096
 PARTS = ("growth", "measurement", "learning_rate", "schedulers")  # of a fit, in checkpoints
+COUNTED = ("batch_size", "samples", "steps", "resized_at", "looks_at")  # attributes in checkpoints, without their _
 
 
 class GrowingBatchSize(Callback):
@@ -52,9 +53,9 @@ class GrowingBatchSize(Callback):
     :meth:`decide`.
 
     **The measurement.** An estimator measures the noise from the gradients of single samples, by hooks on the layers;
-    or from those of the backward passes of a step; or from those of consecutive steps. Which one, and how often,
-    depends on the project and never on a clock; one line after the first step reports it. If layers can measure less
-    than half of the gradient, or an estimator fails, consecutive steps are compared instead, and one warning says why.
+    or from those of the backward passes of a step, if it has several. Which one, and how often, depends on the project
+    and never on a clock; one line after the first step reports it. If layers can measure less than half of the
+    gradient, or an estimator fails, nothing is measured any more, and one warning says why and what would help.
     A gradient that is NaN or infinite is not measured; one warning names the first such batch, and the gradient is left
     alone. With ``theta=inf`` or a ``schedule`` nothing is measured. A module with a method ``gradient_statistics()``
     supplies the measurement itself. With several optimizers, the largest prediction counts.
@@ -62,8 +63,7 @@ class GrowingBatchSize(Callback):
     **Sizes** are those of an optimizer step: over all processes, loaders and accumulated batches together. Batches that
     a module accumulates by hand count one by one. The first process decides for all.
 
-    **Memory.** The test keeps a copy of the trainable weights, and the comparison of consecutive steps one of the
-    gradients, in memory and in checkpoints.
+    **Memory.** The test keeps a copy of the trainable weights, in memory and in checkpoints.
 
     **Logged**, unless the module logs them itself, after the first step and every ``Trainer(log_every_n_steps=...)``
     steps: ``batch_size``, ``batch_size_predicted``, ``gradient_variance`` = tr Σ as last measured,
@@ -100,8 +100,8 @@ class GrowingBatchSize(Callback):
             accumulate several batches of equal size, from the next step at which Lightning can change their number on
             (automatic optimization only).
         estimator: how gradients are measured: ``"layers"`` by hooks on the layers, ``"parts"`` by differences between
-            the backward passes of a step, ``"steps"`` by differences between consecutive steps; ``"auto"`` chooses. A
-            :class:`NoiseEstimator` also says how often, and with how many random projections.
+            the backward passes of a step; ``"auto"`` chooses. A :class:`NoiseEstimator` also says how often, and with
+            how many random projections.
         max_overhead: share of the training time that measuring may take, in (0, 1]. The work in every step, about a
             tenth of a millisecond, is not included.
         validation: a :class:`ValidationRule`, by which the batch also grows while validation stalls. None: that of the
@@ -124,8 +124,8 @@ class GrowingBatchSize(Callback):
             whose batches cannot change size, with ``mode="batch"`` or if they cannot be accumulated either; a given
             estimator that cannot measure this run (``"layers"`` with sharded weights, ``"parts"`` with one backward
             pass per step); batches that are already larger than ``max_batch_size``; with ``scale_lr`` an optimizer
-            without a learning rate; a checkpoint from the middle of an epoch with other processes or loaders; a monitor
-            that is not logged, or not finite at first.
+            without a learning rate; a checkpoint from the middle of an epoch with other processes or loaders, or of
+            version 0.2.0; a monitor that is not logged, or not finite at first.
 
     Example:
         >>> from lightning import Trainer
@@ -141,15 +141,15 @@ class GrowingBatchSize(Callback):
         schedule: str | None = None,
         scale_lr: Literal["sqrt", "linear", "adascale"] | None = None,
         max_device_batch_size: int | None = None,
-        estimator: Literal["auto", "layers", "parts", "steps"] | NoiseEstimator = "auto",
+        estimator: Literal["auto", "layers", "parts"] | NoiseEstimator = "auto",
         max_overhead: float = 0.03,
         validation: ValidationRule | None = None,
         mode: Literal["auto", "batch", "accumulate"] = "auto",
     ) -> None:
         check_positive(max_batch_size=max_batch_size, max_device_batch_size=max_device_batch_size)
         check("theta", theta, theta is None or (is_number(theta) and theta > 0), "a number > 0, or None")
-        of_rate = scale_lr in (None, "sqrt", "linear", "adascale")
-        check("scale_lr", scale_lr, of_rate, "'sqrt', 'linear', 'adascale', or None")
+        scales = scale_lr in (None, "sqrt", "linear", "adascale")
+        check("scale_lr", scale_lr, scales, "'sqrt', 'linear', 'adascale', or None")
         share = is_number(max_overhead) and 0 < max_overhead <= 1
         check("max_overhead", max_overhead, share, "a share of the time, in (0, 1]")
         is_rule = validation is None or isinstance(validation, ValidationRule)
@@ -164,18 +164,18 @@ class GrowingBatchSize(Callback):
         self.max_device_batch_size, self.max_overhead, self.mode = max_device_batch_size, max_overhead, mode
         self.estimator = estimator if isinstance(estimator, NoiseEstimator) else NoiseEstimator(estimator)
         self.validation = validation or ValidationRule()
-        self._schedule: SampleSchedule | None = None
+        self._schedule = None if schedule is None else SampleSchedule.parse(schedule, max_batch_size)
         if schedule is not None:
-            unused: dict[str, object] = {"theta": theta if theta != math.inf else None, "validation": validation}
-            if scale_lr != "adascale":
-                unused["estimator"] = None if estimator == "auto" else estimator
-            for name, value in unused.items():
-                if value is not None:
+            for name, value, is_unused in (
+                ("theta", theta, theta not in (None, math.inf)),
+                ("validation", validation, validation is not None),
+                ("estimator", estimator, estimator != "auto" and scale_lr != "adascale"),
+            ):
+                if is_unused:
                     raise MisconfigurationException(
                         f"schedule={schedule!r} sets the sizes, and nothing is measured, but {name}={value!r} is of a "
                         "rule that goes by measurements: leave one of them out"
                     )
-            self._schedule = SampleSchedule.parse(schedule, max_batch_size)
         self._begin()
 
     def _begin(self) -> None:
@@ -190,7 +190,7 @@ class GrowingBatchSize(Callback):
         self._resized_at = 0  # in steps
         self._looks_at = 0.0  # the step after which the schedule is next looked at
         self._fit: Fit | None = None  # the present one
-        self._parts: dict[str, Any] | None = None  # state of those of the last one, or of a checkpoint
+        self._parts: dict[str, Any] = dict.fromkeys(PARTS)  # state of those of the last one, or of a checkpoint
 
     def decide(self, batch_size: float) -> float:
         """Size of the next batch, from the predictions and validation values so far, or by the schedule.
@@ -200,7 +200,7 @@ class GrowingBatchSize(Callback):
         """
         if self._schedule is not None:
             return self._schedule.batch_size(self._samples) or batch_size
-        predictions, limit, measurement = self.predictions, self._limit, self._active_fit.measurement
+        predictions, limit, measurement = self.predictions, self._limit, self._present_fit.measurement
         if measurement.size_before_loss_grew is not None:
             return measurement.size_before_loss_grew
         if self.theta is None and not measurement.is_reported:
@@ -208,13 +208,8 @@ class GrowingBatchSize(Callback):
             limit, waits = min(limit, 2 * batch_size), window_length(self._resized_at)
             if self._steps < self._resized_at + waits or not measurement.noise_limits:
                 predictions = [min(size, math.floor(batch_size)) for size in predictions]
-        return next_batch_size(
-            batch_size,
-            predictions,
-            self.validation_values,
-            max_batch_size=limit,
-            validation=self.validation,
-        )
+        values, rule = self.validation_values, self.validation
+        return next_batch_size(batch_size, predictions, values, max_batch_size=limit, validation=rule)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -222,14 +217,8 @@ class GrowingBatchSize(Callback):
         if self._run.begins_anew(trainer, pl_module):
             self._begin()
         self._look_at_schedule()
-        self._fit = Fit(
-            trainer,
-            self._batch_size,
-            self._parts,
-            mode=self.mode,
-            max_device_batch_size=self.max_device_batch_size,
-            scale_lr=self.scale_lr,
-        )
+        growing = self.mode, self.max_device_batch_size
+        self._fit = Fit(trainer, self._batch_size, self._parts, growing, self.scale_lr)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         measurement = Measurement(
@@ -241,12 +230,12 @@ class GrowingBatchSize(Callback):
             tests_stationarity=self._waits_for_noise,
             watches_loss=self.theta is None,
         )
-        self._active_fit.begin(measurement)
+        self._present_fit.begin(measurement)
         if self._steps and self._resized_at == self._steps:
             measurement.restart()  # the limit may have bounded the size
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        fit = self._active_fit
+        fit = self._present_fit
         fit.begin_training()
         if self.max_batch_size is not None and fit.growth.batch_size > self.max_batch_size:
             raise MisconfigurationException(
@@ -268,28 +257,28 @@ class GrowingBatchSize(Callback):
             self._validation.on_train_start(trainer)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._active_fit.growth.on_train_epoch_start()
+        self._present_fit.growth.on_train_epoch_start()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if not skips_backward(trainer):
-            self._active_fit.begin_batch(batch, batch_idx, step=self._steps + 1)
+            self._present_fit.begin_batch(batch, batch_idx, step=self._steps + 1)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        self._active_fit.measurement.before_backward(loss)
+        self._present_fit.measurement.before_backward(loss)
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._active_fit.measurement.after_backward()
+        self._present_fit.measurement.after_backward()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        if self._active_fit.batch is not None:
-            self._active_fit.measurement.before_step(optimizer)
+        if self._present_fit.batch is not None:
+            self._present_fit.measurement.before_step(optimizer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        fit = self._active_fit
+        fit = self._present_fit
         if fit.batch is None:
             return
         if not fit.batch_ended:
@@ -304,19 +293,20 @@ class GrowingBatchSize(Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.validation.monitor is None or not self._validation.on_validation_end(trainer):
             return
-        value = self._monitored.logged(trainer, required=not self.validation_values)
+        is_first = not self.validation_values
+        value = self._monitored.logged(trainer, required=is_first)
         if value is None:  # only some validations log it
             return
-        if not math.isfinite(value):
-            problem = not_finite(trainer, MONITORS, self.validation.monitor, value)
-            if not self.validation_values:
-                raise MisconfigurationException(problem)
-            rank_zero_warn(f"{problem}. This validation is left out")
+        if math.isfinite(value):
+            self.validation_values = [*self.validation_values, value][-self.validation.window - 1 :]
             return
-        self.validation_values = [*self.validation_values, value][-self.validation.window - 1 :]
+        problem = not_finite(trainer, MONITORS, self.validation.monitor, value)
+        if is_first:
+            raise MisconfigurationException(problem)
+        rank_zero_warn(f"{problem}. This validation is left out")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._active_fit.growth.on_train_epoch_end()
+        self._present_fit.growth.on_train_epoch_end()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # the other processes may not be here: then there is no state of all of them for a checkpoint that comes now
@@ -331,41 +321,38 @@ class GrowingBatchSize(Callback):
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint; a collective call of all processes, as ``Trainer.save_checkpoint`` is.
 
-        Each of them tells where it is in the epoch. Where a callback before this one saves a checkpoint at the end of a
+        Each of them tells where it is in the epoch. If a callback before this one saves a checkpoint at the end of a
         batch, for Lightning that batch is done: so it is counted here, and the next size decided, which a resumed run
         could not do without its gradients.
         """
         fit = self._fit
         if fit is not None and fit.batch is not None and not fit.batch_ended and trained_on(fit.trainer):
-            # a callback before this one saves a checkpoint at the end of the batch
             self._end_batch(fit.trainer, *fit.batch)
-        parts = fit.state_dict() if fit is not None else self._parts or dict.fromkeys(PARTS)
         return {
-            "batch_size": self._batch_size,
+            **{name: getattr(self, f"_{name}") for name in COUNTED},
             "predictions": list(self.predictions),
             "validation_values": list(self.validation_values),
-            "samples": self._samples,
-            "steps": self._steps,
-            "resized_at": self._resized_at,
             "schedule": self.schedule,
-            "looks_at": self._looks_at,
             "records": [dict(record) for record in self.records],
             "validation": self._validation.state_dict(),
-            **parts,
+            **(self._parts if fit is None else fit.state_dict()),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._batch_size = state_dict["batch_size"]
+        if not {"schedule", *COUNTED, *PARTS} <= state_dict.keys():
+            raise MisconfigurationException(
+                "The checkpoint's state of GrowingBatchSize is that of lightning_struct 0.2.0 or older, which this "
+                "version does not read: finish the run with the version that began it, or delete checkpoint"
+                "['callbacks']['GrowingBatchSize'] to resume with the DataLoader's own batch size"
+            )
+        for name in COUNTED:
+            setattr(self, f"_{name}", state_dict[name])
         self.predictions = list(state_dict["predictions"])
         self.validation_values = list(state_dict["validation_values"])
-        self._samples, self._steps = state_dict["samples"], state_dict["steps"]
-        self._resized_at = state_dict["resized_at"]
-        if state_dict["schedule"] == self.schedule is not None:
-            self._looks_at = state_dict["looks_at"]
-        else:
+        self.records = [dict(record) for record in state_dict["records"]]
+        if self.schedule is None or self.schedule != state_dict["schedule"]:
             self._looks_at = 0.0
             self._look_at_schedule()
-        self.records = [dict(record) for record in state_dict["records"]]
         self._validation.load_state_dict(state_dict["validation"])
         self._parts = {name: state_dict[name] for name in PARTS}
         if self._fit is not None:
@@ -373,21 +360,33 @@ class GrowingBatchSize(Callback):
             is_loaded = self._parts["growth"] is not None and self._batch_size == state_dict["batch_size"]
             if self._batch_size is not None and not is_loaded:
                 self._fit.set_batch_size(self._batch_size)
-        self._keep_to_limit()
+        most = self.max_batch_size
+        if most is not None and self._batch_size is not None and self._batch_size > most:  # it may be a lower one now
+            rank_zero_info(
+                f"The checkpoint's batch of {self._batch_size:g} is larger than GrowingBatchSize(max_batch_size="
+                f"{most}): it goes on with a batch of {most}"
+            )
+            self._batch_size, self._resized_at = float(most), self._steps
+            if self._fit is not None:
+                self._fit.set_batch_size(self._batch_size)
 
     @property
-    def _active_fit(self) -> Fit:
+    def _present_fit(self) -> Fit:
         assert self._fit is not None
         return self._fit
 
     @property
     def _limit(self) -> float:
-        most, available = self.max_batch_size, self._active_fit.growth.dataset_size
-        return min(math.inf if most is None else most, math.inf if available is None else available)
+        available = self._present_fit.growth.dataset_size
+        return min(self._most, math.inf if available is None else available)
+
+    @property
+    def _most(self) -> float:
+        return math.inf if self.max_batch_size is None else self.max_batch_size
 
     @property
     def _waits_for_noise(self) -> bool:
-        """Whether it is left to the callback when batches grow; where the rate grows with them, they need not wait."""
+        """Whether the callback decides when to grow. With ``scale_lr`` it does not wait."""
         return self.theta is None and self.scale_lr is None
 
     @property
@@ -396,16 +395,21 @@ class GrowingBatchSize(Callback):
 
     @property
     def _present_theta(self) -> float:
-        """θ as it was given, or as it is for who trains."""
+        """θ given by the user, or the default for the kind of training."""
         if self.theta is not None:
             return self.theta
-        return 0.5 if self._active_fit.measurement.is_reported else 1.0
+        return 0.5 if self._present_fit.measurement.is_reported else 1.0
+
+    @property
+    def _has_own_rule(self) -> bool:
+        """Whether a subclass decides by a rule of its own."""
+        return type(self).decide is not GrowingBatchSize.decide
 
     def _end_batch(self, trainer: L.Trainer, batch: Any, batch_idx: int) -> None:
         """Take note of a batch that was trained on, and decide on the size of the next ones."""
         if self.validation.monitor is not None:
             self._validation.on_train_batch_end(trainer)
-        fit = self._active_fit
+        fit = self._present_fit
         self._samples += fit.end_batch(batch, batch_idx)
         if fit.stepped:
             self._after_step(trainer)
@@ -413,7 +417,7 @@ class GrowingBatchSize(Callback):
 
     def _after_step(self, trainer: L.Trainer) -> None:
         self._steps += 1
-        fit = self._active_fit
+        fit = self._present_fit
         growth, measurement = fit.growth, fit.measurement
         step = measurement.end_step(self._steps)
         if step is None:
@@ -434,40 +438,36 @@ class GrowingBatchSize(Callback):
         if step.checked is None:
             return
         if step.checked.variance is None and step.checked.batch_size < 2 and self._tests_norm:
-            self._grow_from_one()
+            if growth.batch_size < 1.5 and self._limit > 1:  # else it is what was left of an epoch
+                rank_zero_warn(
+                    "A batch of one has no gradient variance by which GrowingBatchSize could decide: the batch grows "
+                    "to 2 at once"
+                )
+                self._batch_size = 2
+                fit.set_batch_size(2)
             return
         self._check(step.checked, type(trainer.lightning_module).__name__)
         measurement.look_at_loss()
-        if self._may_decide:
+        # whether the size may change is the same in all processes, of which the first one decides
+        rule = self.validation
+        stalls = rule.threshold == math.inf or len(self.validation_values) > rule.window
+        if stalls or self._tests_norm or self._batch_size is None or self._has_own_rule:
             self._set_batch_size(trainer, step.samples)
-        if self.validation.monitor is not None:
+        if rule.monitor is not None:
             # the value has been looked at: too few are left for another decision before the next validation
-            self.validation_values = self.validation_values[-self.validation.window :]
-
-    @property
-    def _may_decide(self) -> bool:
-        """Whether the size may change after a check; the same in all processes, of which the first one decides."""
-        if self._tests_norm or self._batch_size is None or self._decides_otherwise:
-            return True
-        return self.validation.threshold == math.inf or len(self.validation_values) > self.validation.window
-
-    @property
-    def _decides_otherwise(self) -> bool:
-        """Whether a subclass has a rule of its own."""
-        return type(self).decide is not GrowingBatchSize.decide
+            self.validation_values = self.validation_values[-rule.window :]
 
     def _set_batch_size(self, trainer: L.Trainer, samples: int) -> None:
         """Decide on the size after a step on so many samples."""
-        fit = self._active_fit
+        fit = self._present_fit
         present = fit.growth.batch_size
         decided = self.decide(present)
         if not isinstance(decided, Real | Tensor) or not 1 <= decided < math.inf:
             raise MisconfigurationException(
                 f"{type(self).__name__}.decide() returned {decided} as the next batch size: it must be a number >= 1"
             )
-        most = math.inf if self.max_batch_size is None else self.max_batch_size
-        size, wait = min(float(decided), most), 0.0
-        if self._schedule is not None and world_size() > 1 and not self._decides_otherwise:
+        size, wait = min(float(decided), self._most), 0.0
+        if self._schedule is not None and world_size() > 1 and not self._has_own_rule:
             wait = self._schedule.wait(self._samples, max(samples, size))
         self._batch_size, wait = of_first_process((size, wait), trainer.strategy.root_device)
         self._looks_at = self._steps + wait
@@ -476,38 +476,23 @@ class GrowingBatchSize(Callback):
             fit.set_batch_size(self._batch_size)
             fit.measurement.resized(present, self._batch_size)
             if decided == fit.measurement.size_before_loss_grew:
-                _warn_of_summed_loss(present, decided)
+                rank_zero_warn(
+                    "The loss has grown with the batch, as a sum over the samples does, and a contrastive loss, which "
+                    f"compares each with all others. GrowingBatchSize puts the batch back from {present:g} to "
+                    f"{decided:g} samples, for the rest of the training: SGD would take longer steps, not less noisy "
+                    "ones. Average a sum over the samples, and multiply the learning rate of SGD by the size of the "
+                    "batch; or set the sizes by schedule=..."
+                )
 
     def _look_at_schedule(self) -> None:
         """Take the size that the schedule has after the samples so far, if it has one."""
         if self._schedule is not None:
             self._batch_size = self._schedule.batch_size(self._samples) or self._batch_size
 
-    def _keep_to_limit(self) -> None:
-        """Bound a size that was loaded by ``max_batch_size``, which may be a lower one now."""
-        if self.max_batch_size is None or self._batch_size is None or self._batch_size <= self.max_batch_size:
-            return
-        rank_zero_info(
-            f"The checkpoint's batch of {self._batch_size:g} is larger than GrowingBatchSize(max_batch_size="
-            f"{self.max_batch_size}): it goes on with a batch of {self.max_batch_size}"
-        )
-        self._batch_size, self._resized_at = float(self.max_batch_size), self._steps
-        if self._fit is not None:
-            self._fit.set_batch_size(self._batch_size)
-
-    def _grow_from_one(self) -> None:
-        if self._active_fit.growth.batch_size < 1.5 and self._limit > 1:  # else it is what was left of an epoch
-            rank_zero_warn(
-                "A batch of one has no gradient variance by which GrowingBatchSize could decide: the batch grows to 2 "
-                "at once"
-            )
-            self._batch_size = 2
-            self._active_fit.set_batch_size(2)
-
     def _check(self, statistics: GradientStatistics, module_name: str) -> None:
         """Predict the batch size from the statistics of a step and the averages so far, and record both."""
         size, variance = statistics.batch_size, statistics.variance
-        fit, theta = self._active_fit, (self._present_theta if self._tests_norm else math.inf)
+        fit, theta = self._present_fit, (self._present_theta if self._tests_norm else math.inf)
         if variance is None and theta < math.inf:
             problem = (
                 f"{module_name} reports no gradient variance for a batch of {size}: there is none where batch "
@@ -554,7 +539,7 @@ class GrowingBatchSize(Callback):
 
     def _description(self) -> str:
         """The choices in one line, after the first step, in which estimators count their work."""
-        measurement = self._active_fit.measurement
+        measurement = self._present_fit.measurement
         measures = measurement.description()
         if self.schedule is not None:
             also = f", and {measures}, for scale_lr='adascale'" if self.scale_lr == "adascale" else ""
@@ -574,12 +559,3 @@ class GrowingBatchSize(Callback):
         if self._fit is not None:
             fit, self._fit = self._fit, None
             self._parts = fit.end(keep_growth)
-
-
-def _warn_of_summed_loss(larger: float, smaller: float) -> None:
-    rank_zero_warn(
-        "The loss has grown with the batch, as a sum over the samples does, and a contrastive loss, which compares "
-        f"each with all others. GrowingBatchSize puts the batch back from {larger:g} to {smaller:g} samples, for the "
-        "rest of the training: SGD would take longer steps, not less noisy ones. Average a sum over the samples, and "
-        "multiply the learning rate of SGD by the size of the batch; or set the sizes by schedule=..."
-    )

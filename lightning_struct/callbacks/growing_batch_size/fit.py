@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
@@ -15,10 +15,13 @@ from lightning_struct.callbacks.growing_batch_size.growth import (
     State,
     check_accumulation,
 )
-from lightning_struct.callbacks.growing_batch_size.learning_rate import LearningRateRule, LearningRateScale
+from lightning_struct.callbacks.growing_batch_size.learning_rate import (
+    LearningRateRule,
+    LearningRateScale,
+    SchedulerClock,
+)
 from lightning_struct.callbacks.growing_batch_size.loader_growth import LoaderGrowth
 from lightning_struct.callbacks.growing_batch_size.measurement import Measurement
-from lightning_struct.callbacks.growing_batch_size.scheduler_clock import SchedulerClock
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import logs_now, optimizer_steps
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -33,7 +36,8 @@ class Fit:
         trainer: in ``Callback.setup``.
         batch_size: the samples of a step to begin with, if they are not those of the loaders.
         before: state of the parts of a fit that this one continues, with its averages and its learning rate.
-        mode: see :class:`~lightning_struct.callbacks.GrowingBatchSize`, as ``max_device_batch_size`` and ``scale_lr``.
+        growing: ``mode`` and ``max_device_batch_size`` of :class:`~lightning_struct.callbacks.GrowingBatchSize`.
+        scale_lr: see there.
 
     Attributes:
         growth: the way to change the samples of a step.
@@ -53,19 +57,18 @@ class Fit:
         self,
         trainer: L.Trainer,
         batch_size: float | None,
-        before: State | None,
-        *,
-        mode: Literal["auto", "batch", "accumulate"],
-        max_device_batch_size: int | None,
+        before: State,
+        growing: tuple[str, int | None],
         scale_lr: LearningRateRule | None,
     ) -> None:
         self.trainer, self._batch_size = trainer, batch_size
+        mode, limit = growing
         self.growth: BatchGrowth
         if mode == "accumulate":
             self.growth = AccumulationGrowth(trainer, batch_size)
         else:
-            instead = self._accumulate_instead if mode == "auto" else None
-            self.growth = LoaderGrowth(trainer, batch_size, max_device_batch_size, instead)
+            on_refusal = self._accumulate_instead if mode == "auto" else None
+            self.growth = LoaderGrowth(trainer, batch_size, limit, on_refusal)
         self.clock, self.values = SchedulerClock(trainer), dict[str, float]()
         self.rate = None if scale_lr is None else LearningRateScale(scale_lr)
         self.is_described = False
@@ -74,16 +77,14 @@ class Fit:
         # Trainer.global_step does not count the steps of self.optimizers(use_pl_optimizer=False), which a module may
         # take under manual optimization: this hook sees them
         self._handle: RemovableHandle | None = None
-        self._stepped_by_hand = False
         # what was loaded, until it is used: the state of one way of growth may be continued by the other
         self._loaded_growth: State | None = None
-        self._loaded_measurement: State | None = (before or {}).get("measurement")
+        self._loaded_measurement: State | None = before["measurement"]
         self._resumes = False
-        if before is not None:
-            self._load_learning_rate(before)
+        self._load_learning_rate(before)
         self._steps_before = 0
         self.batch: tuple[Any, int] | None = None
-        self.batch_ended = self.stepped = False
+        self.batch_ended = self.stepped = self._stepped_by_hand = False
 
     @property
     def measurement(self) -> Measurement:
@@ -97,8 +98,7 @@ class Fit:
         if not self.trainer.lightning_module.automatic_optimization:
             self._handle = register_optimizer_step_post_hook(self._note_step)
         if self._loaded_measurement is not None:
-            load = measurement.load_state_dict if self._resumes else measurement.load_averages
-            load(self._loaded_measurement)
+            measurement.load_state_dict(self._loaded_measurement, averages_alone=not self._resumes)
         if self.rate is not None:
             self.rate.attach(lambda: self.trainer.optimizers, self.trainer.strategy.broadcast)
 
@@ -107,7 +107,7 @@ class Fit:
         self.growth.on_train_start()
         self._loaded_growth = None
         self.clock.attach(self.growth)
-        self._steps_before = self._steps()
+        self._steps_before = optimizer_steps(self.trainer, self.trainer.lightning_module)
 
     def begin_batch(self, batch: Any, batch_idx: int, step: int) -> None:
         """Begin with a batch that is trained on, in the optimizer step of that number."""
@@ -123,7 +123,7 @@ class Fit:
 
     def end_batch(self, batch: Any, batch_idx: int) -> int:
         """Count a batch that was trained on; returns its samples, over all processes."""
-        self.batch_ended, steps = True, self._steps()
+        self.batch_ended, steps = True, optimizer_steps(self.trainer, self.trainer.lightning_module)
         samples = self.measurement.end_batch(batch)
         self.stepped = self._stepped_by_hand or steps != self._steps_before
         self._steps_before, self._stepped_by_hand = steps, False
@@ -197,9 +197,6 @@ class Fit:
 
     def _note_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._stepped_by_hand = self._stepped_by_hand or optimizer in self.trainer.optimizers
-
-    def _steps(self) -> int:
-        return optimizer_steps(self.trainer, self.trainer.lightning_module)
 
     def _accumulate_instead(self, problem: str, remedy: str) -> None:
         """Continue by accumulation, as the batches of a loader cannot change size."""

@@ -150,22 +150,18 @@ def check_accumulation(trainer: L.Trainer, argument: str, remedy: str) -> None:
         MisconfigurationException: manual optimization, a strategy that accumulates by itself, or another callback that
             schedules the accumulation.
     """
-    module = type(trainer.lightning_module).__name__
+    module, problem = type(trainer.lightning_module).__name__, None
     if not trainer.lightning_module.automatic_optimization:
-        raise MisconfigurationException(
-            f"GrowingBatchSize({argument}) accumulates gradients over batches, which under manual optimization "
-            f"{module}.training_step does itself: {remedy}"
+        problem = (
+            f"accumulates gradients over batches, which under manual optimization {module}.training_step does itself"
         )
-    if trainer.strategy.handles_gradient_accumulation:
-        raise MisconfigurationException(
-            f"GrowingBatchSize({argument}) changes how many batches are accumulated, which "
-            f"{type(trainer.strategy).__name__} sets once for the whole training: {remedy}"
-        )
-    if is_scheduled(trainer):
-        raise MisconfigurationException(
-            f"GrowingBatchSize({argument}) and GradientAccumulationScheduler both set accumulate_grad_batches: "
-            "leave one of them out"
-        )
+    elif trainer.strategy.handles_gradient_accumulation:
+        strategy = type(trainer.strategy).__name__
+        problem = f"changes how many batches are accumulated, which {strategy} sets once for the whole training"
+    elif is_scheduled(trainer):
+        problem, remedy = "and GradientAccumulationScheduler both set accumulate_grad_batches", "leave one of them out"
+    if problem is not None:
+        raise MisconfigurationException(f"GrowingBatchSize({argument}) {problem}: {remedy}")
 
 
 def size_of_batch(place: int, samples: int, size: int, drops_last: bool, begins_again: bool) -> int:
@@ -202,7 +198,7 @@ class AccumulationGrowth(BatchGrowth):
         check_accumulation(trainer, "mode='accumulate'", "use mode='batch'")
         super().__init__(trainer, batch_size)  # _accumulated is set at the start: before, its steps may be asked for
         self._samples_of_batch: int | None = None
-        self._told = False
+        self._has_warned = False
 
     @property
     def _present(self) -> int:
@@ -251,7 +247,7 @@ class AccumulationGrowth(BatchGrowth):
 
     def set_batch_size(self, batch_size: float) -> None:
         self._decided = batch_size
-        self._tell_if_too_small()
+        self._warn_if_too_small()
 
     def on_train_start(self) -> None:
         self._trainer.accumulate_grad_batches = self._accumulated
@@ -261,7 +257,7 @@ class AccumulationGrowth(BatchGrowth):
         if self._trainer.fit_loop.batch_idx == 0:
             if self._samples_of_batch is None:
                 self._samples_of_batch = sum(self.expected_sizes()) * data_parallel_size(self._trainer) or None
-                self._tell_if_too_small()
+                self._warn_if_too_small()
             # a run that is resumed at the end of an epoch is not told that the next one starts
             self._trainer.accumulate_grad_batches = self._wanted
 
@@ -298,12 +294,12 @@ class AccumulationGrowth(BatchGrowth):
             return self._trainer.accumulate_grad_batches
         return rounded_size(self._decided / self._samples_of_batch)
 
-    def _tell_if_too_small(self) -> None:
+    def _warn_if_too_small(self) -> None:
         """Warn once that a size was decided which is that of no batch."""
-        if self._decided is None or self._samples_of_batch is None or self._told:
+        if self._decided is None or self._samples_of_batch is None or self._has_warned:
             return
         if rounded_size(self._decided) < self._samples_of_batch:
-            self._told = True
+            self._has_warned = True
             rank_zero_warn(
                 f"GrowingBatchSize is to make steps of {self._decided:g} samples, and accumulates gradients over whole "
                 f"batches, of which each has {self._samples_of_batch}: the steps are on one batch. For smaller ones, "

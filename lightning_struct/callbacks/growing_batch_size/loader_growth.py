@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_struct.callbacks.growing_batch_size.growing_loaders import GrowingDraws, GrowingLoader
 from lightning_struct.callbacks.growing_batch_size.growth import (
     BatchGrowth,
     State,
@@ -17,12 +16,148 @@ from lightning_struct.callbacks.growing_batch_size.growth import (
     check_accumulation,
 )
 from lightning_struct.collective import all_gather_objects
-from lightning_struct.data.resizable import why_not_resizable
+from lightning_struct.data.resizable import Position, ResizableLoader, rounded_size, why_not_resizable
 from lightning_struct.data.sampling import IndependentDraws
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.checks import known_length
 from lightning_struct.utilities.distributed import data_parallel_size
 from lightning_struct.utilities.lightning_internals import TrainingLoaders, skips_backward
 from lightning_struct.utilities.namespaces import MisconfigurationException
+
+
+class GrowingLoader(ResizableLoader):
+    """A training loader that is resized, with its sizes over all processes.
+
+    Args:
+        loader: of single samples.
+        processes: number of those that read different batches.
+        limit: bound of the samples of an epoch, in batches of the first size or as a fraction of them.
+    """
+
+    def __init__(self, loader: Any, processes: int, limit: float | None) -> None:
+        super().__init__(loader)
+        self._processes = processes
+        self.nominal = True  # until Lightning has checked its own settings against the length
+        length = known_length(loader)
+        if isinstance(limit, int):
+            self.limit(limit)
+        elif limit is not None and length is not None:
+            self.limit(int(limit * length))
+
+    @property
+    def size(self) -> int:
+        return self.batch_size * self._processes
+
+    @property
+    def first_size(self) -> int:
+        return self.first_batch_size * self._processes
+
+    @property
+    def dataset_size(self) -> int | None:
+        return None if self.samples is None else self.samples * self._processes
+
+    @property
+    def batches(self) -> int | None:
+        """Batches of the whole pass; None if that is not known."""
+        return known_length(self.loader)
+
+    @property
+    def knows_size(self) -> bool:
+        """Whether it is known how many samples a batch has: of a foreign batch sampler only when one was read."""
+        return self.sampler.knows_unit
+
+    @property
+    def merged(self) -> str | None:
+        """The batch sampler whose whole batches are put together now; None if there is none."""
+        merges = self.sampler.merges and self.sampler.size > 1
+        return type(self.sampler.source).__name__ if merges else None
+
+    def set_size(self, size: float, most: float = math.inf, accumulated: int = 1) -> None:
+        """Set the size, which is rounded.
+
+        Args:
+            size: over all processes.
+            most: bound of the rounded size, if no single unit of the sampler is larger.
+            accumulated: batches of an optimizer step, see :class:`ResizableBatchSampler`.
+        """
+        self.batch_size = size / self._processes
+        if self.size > most:
+            self.sampler.size = max(int(most / self._processes / self.sampler.samples_of_unit), 1)
+        self.sampler.accumulated = accumulated
+
+    def last_sizes(self, ahead: int) -> list[int]:
+        """Samples of the last batch read but ``ahead``; empty if there is none, as for a negative number."""
+        return [self.sizes_read[-1 - ahead]] if 0 <= ahead < len(self.sizes_read) else []
+
+    def first_batch_beyond(self, fraction: float, length: int) -> int:
+        """Number of the first batch at whose end this fraction of the epoch's samples is read.
+
+        Args:
+            fraction: in (0, 1].
+            length: batches of the epoch.
+        """
+        units = self.sampler.units
+        if units is None or length != self.batches:
+            return math.ceil(fraction * length - 1e-9)
+        return self.sampler.first_beyond(fraction * units - 1e-6)
+
+    def first_sizes(self, position: Position | None) -> tuple[int, int]:
+        """``DataLoader(batch_size=...)`` in the run that saved the position, and now."""
+        size = self.sampler.first_size
+        return (size if position is None else position["first_size"]), size
+
+
+class GrowingDraws:
+    """A training loader over independent draws, which keeps its own position and whose epoch is a number of draws."""
+
+    batches = None
+    delivered = 0
+    asked = None
+    knows_size = True
+    merged = None
+    nominal = False
+
+    def __init__(self, loader: Any, sampler: IndependentDraws) -> None:
+        if loader.num_workers:
+            raise MisconfigurationException(
+                f"GrowingBatchSize needs num_workers=0 with IndependentDraws, but got {loader.num_workers}: draws that "
+                "workers fetch ahead would keep the old size, and be lost at a resume"
+            )
+        self.loader, self._sampler = loader, sampler
+        self.first_size = self._sampler.batch_size
+
+    @property
+    def size(self) -> int:
+        return self._sampler.batch_size
+
+    @property
+    def dataset_size(self) -> int | None:
+        return self._sampler.samples
+
+    def set_size(self, size: float, most: float = math.inf, accumulated: int = 1) -> None:
+        samples = math.inf if self.dataset_size is None else self.dataset_size
+        whole = max(int(min(rounded_size(size), most)), self._sampler.num_replicas)
+        self._sampler.batch_size = int(min(whole, samples))
+
+    def last_sizes(self, ahead: int) -> list[int]:
+        return []
+
+    def first_batch_beyond(self, fraction: float, length: int) -> int:
+        return math.ceil(fraction * length - 1e-9)
+
+    def begin_anew(self) -> None: ...
+
+    def position(self, unread: int, over: bool) -> Position | None:
+        return None
+
+    def first_sizes(self, position: Position | None) -> tuple[int, int]:
+        return self.first_size, self.first_size
+
+    def pass_over(self, batches: int) -> None: ...
+
+    def resume(self, position: Position | None, keeps_sizes: bool = True) -> None: ...
+
+    def restore(self) -> None: ...
 
 
 class LoaderGrowth(BatchGrowth):
@@ -73,7 +208,7 @@ class LoaderGrowth(BatchGrowth):
         self._resumed: State | None = None
         self._begun = False
         self._waits = False  # for the first batch of a loader, before which its size is not known
-        self._told_merging = False
+        self._has_announced_merging = False
         self._replans = True  # validation, since what it was planned by has changed
         self._refusal: tuple[str, str] | None = None  # of a loader that cannot be resized
         self._loaders: list[GrowingLoader | GrowingDraws] = []
@@ -82,12 +217,8 @@ class LoaderGrowth(BatchGrowth):
 
     @property
     def dataset_size(self) -> int | None:
-        samples = 0
-        for loader in self._loaders:
-            if (size := loader.dataset_size) is None:
-                return None
-            samples += size
-        return samples
+        sizes = [size for loader in self._loaders if (size := loader.dataset_size) is not None]
+        return sum(sizes) if len(sizes) == len(self._loaders) else None
 
     @property
     def first_length(self) -> float:
@@ -164,9 +295,8 @@ class LoaderGrowth(BatchGrowth):
         epoch = self._trainer_loaders
         done = epoch.batches_done if epoch.epoch_done else 0
         unread = [max(self._beyond(loader, epoch.batches_done, epoch.unread), 0) for loader in self._loaders]
-        mine = [
-            loader.position(beyond, over=epoch.epoch_done) for loader, beyond in zip(self._loaders, unread, strict=True)
-        ]
+        ends = zip(self._loaders, unread, strict=True)
+        mine = [loader.position(beyond, over=epoch.epoch_done) for loader, beyond in ends]
         return {
             "decided": self._decided,
             "positions": all_gather_objects(mine),
@@ -179,9 +309,7 @@ class LoaderGrowth(BatchGrowth):
 
     def load_state_dict(self, state: State) -> None:
         self._decided = state["decided"]
-        if "positions" not in state:  # that of AccumulationGrowth
-            return
-        self._state = state
+        self._state = state if "positions" in state else None  # else it is that of AccumulationGrowth
 
     def restore(self) -> None:
         if self._device_limit is not None:
@@ -230,23 +358,25 @@ class LoaderGrowth(BatchGrowth):
         return self._loaders[-1].loader
 
     def _prepared(self) -> None:
-        if self._on_refusal is not None and self._refusal is not None:
-            self.restore()
-            self._on_refusal(*self._refusal)
-            return
-        if self._trainer_loaders.steps_fetch:
+        refusal, fetches = self._refusal, self._trainer_loaders.steps_fetch
+        if refusal is None and fetches:
             module = type(self._trainer.lightning_module).__name__
-            problem = f"{module}.training_step(dataloader_iter), which fetches them itself"
-            remedy = "take the batch as argument"
+            refusal = (
+                f"{module}.training_step(dataloader_iter), which fetches them itself",
+                "take the batch as argument",
+            )
+        if refusal is not None:
             if self._on_refusal is None:
-                raise MisconfigurationException(f"The size of batches cannot be changed in {problem}: {remedy}")
+                raise MisconfigurationException("The size of batches cannot be changed in {}: {}".format(*refusal))
             self.restore()
-            self._trainer_loaders.iterate_anew()
-            self._on_refusal(problem, remedy)
+            if fetches:
+                self._trainer_loaders.iterate_anew()
+            self._on_refusal(*refusal)
             return
         self._nominal_limits, self._nominal_length = self._trainer_loaders.limits, self._trainer_loaders.length
         self._nominal_interval = self._trainer.val_check_batch
-        self._main = self._loader_that_ends_the_epoch()
+        limits = self._nominal_limits
+        self._main = limits.index(self._nominal_length) if self._nominal_length in limits else 0  # it ends the epoch
         for loader in self._loaders:
             loader.nominal = False
         first = sum(loader.first_size for loader in self._loaders) // data_parallel_size(self._trainer)
@@ -281,7 +411,7 @@ class LoaderGrowth(BatchGrowth):
 
     def _resume(self, state: State) -> None:
         positions, processes = state["positions"], self._trainer.world_size
-        begun = any(position is not None and position["delivered"] for mine in positions for position in mine)
+        begun = any(position and position["delivered"] for mine in positions for position in mine)
         if not begun and (len(positions) != processes or len(positions[0]) != len(self._loaders)):
             return
         if len(positions) != processes:
@@ -308,7 +438,16 @@ class LoaderGrowth(BatchGrowth):
             if of_loaders and self._decided is None:
                 loader.set_size(loader.first_size)
         if of_loaders:
-            self._tell_sizes(*zip(*sizes, strict=True))
+            before, now = (" and ".join(map(str, of_run)) for of_run in zip(*sizes, strict=True))
+            rank_zero_warn(
+                f"The checkpoint was written with DataLoader(batch_size={before}), and now it is {now}: "
+                + (
+                    f"GrowingBatchSize goes on with the {now}, as it had not decided on a size yet"
+                    if self._decided is None
+                    else f"GrowingBatchSize goes on with the steps of {self._decided:g} samples that it had decided "
+                    "on. For smaller ones, lower max_batch_size"
+                )
+            )
         self._asked_for = None
         if not begun:
             self._resize()
@@ -347,22 +486,6 @@ class LoaderGrowth(BatchGrowth):
         while self._changes and self._changes[0][0] <= self._batches_done:
             self._trainer.accumulate_grad_batches = self._changes.pop(0)[1]
 
-    def _tell_sizes(self, before: tuple[int, ...], now: tuple[int, ...]) -> None:
-        """Warn that the sizes of the loaders are not those of the run that is resumed."""
-        rank_zero_warn(
-            f"The checkpoint was written with DataLoader(batch_size={_listed(before)}), and now it is {_listed(now)}: "
-            + (
-                f"GrowingBatchSize goes on with the {_listed(now)}, as it had not decided on a size yet"
-                if self._decided is None
-                else f"GrowingBatchSize goes on with the steps of {self._decided:g} samples that it had decided on. "
-                "For smaller ones, lower max_batch_size"
-            )
-        )
-
-    def _loader_that_ends_the_epoch(self) -> int:
-        limits = self._nominal_limits
-        return limits.index(self._nominal_length) if self._nominal_length in limits else 0
-
     def _resize(self) -> bool:
         """Ask the loaders for the decided size, as far as it can be had now; tell whether that is new."""
         if self._decided is None:
@@ -373,7 +496,8 @@ class LoaderGrowth(BatchGrowth):
         accumulated, most = self._trainer.accumulate_grad_batches, math.inf
         if self._device_limit is not None:
             processes = data_parallel_size(self._trainer)
-            asked, samples = self._asked, self._decided / processes
+            settled, samples = self._loaders[self._main].asked, self._decided / processes
+            asked = self._batches_done if settled is None else settled
             if asked % self._accumulated:
                 return False  # within a step
             accumulated = accumulated_batches(
@@ -391,23 +515,14 @@ class LoaderGrowth(BatchGrowth):
             share = loader.first_size / first
             in_turn = 1 if self._device_limit is None else accumulated
             loader.set_size(batch_size * share, most * share, in_turn)
-        self._tell_of_merging()
-        return True
-
-    def _tell_of_merging(self) -> None:
-        merged = [loader.merged for loader in self._loaders if loader.merged is not None]
-        if merged and not self._told_merging:
-            self._told_merging = True
+        merged = next((loader.merged for loader in self._loaders if loader.merged is not None), None)
+        if merged is not None and not self._has_announced_merging:
+            self._has_announced_merging = True
             rank_zero_info(
-                f"GrowingBatchSize puts whole batches of {merged[0]} together. Where such a batch is more than its "
+                f"GrowingBatchSize puts whole batches of {merged} together. Where such a batch is more than its "
                 "samples, as the task of a few-shot learner is, mode='accumulate' leaves it as it is"
             )
-
-    @property
-    def _asked(self) -> int:
-        """Batches of the epoch whose size is settled."""
-        asked = self._loaders[self._main].asked
-        return self._batches_done if asked is None else asked
+        return True
 
     @property
     def _limits_batches(self) -> bool:
@@ -439,7 +554,3 @@ class LoaderGrowth(BatchGrowth):
             if batch > done:
                 trainer.val_check_batch = batch
                 return
-
-
-def _listed(sizes: tuple[int, ...]) -> str:
-    return " and ".join(map(str, sizes))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -48,8 +46,8 @@ class StepStatistics(NamedTuple):
 class Measurement:
     """Statistics of the gradients, and their averages.
 
-    A fault of measuring ends no training: gradients that are NaN or infinite are not measured, and where an estimator
-    fails another one goes on, each with one warning.
+    A fault of measuring ends no training: gradients that are NaN or infinite are not measured, and nothing is measured
+    after an estimator has failed, each with one warning.
 
     Args:
         trainer: in fit.
@@ -89,15 +87,18 @@ class Measurement:
         self._loss_grew_with_batch = False
         self._samples = self._batches = self._expected = 0
         self._expected_sizes: list[int] = []
-        self._told_of_nan = self._gave_up = self._sees_steps = False
+        self._has_warned_of_nan = self._gave_up = self._sees_steps = False
         self._estimator: GradientEstimator | None = None
-        self._tests_stationarity = needed and tests_stationarity and not self.is_reported
+        needed = needed and not self.is_reported
+        self._tests_stationarity = needed and tests_stationarity
         # a GradScaler changes what the loss is multiplied by, and to ask for its factor is to wait for the device
-        watches_loss = needed and watches_loss and not self.is_reported
-        self._sees_loss = watches_loss and getattr(trainer.precision_plugin, "scaler", None) is None
+        self._sees_loss = needed and watches_loss and getattr(trainer.precision_plugin, "scaler", None) is None
         self._tests: dict[Optimizer, StationarityTest] = {}
-        if needed and not self.is_reported:
-            self._estimator = choose_estimator(estimator, trainer, module, max_overhead)
+        if needed:
+            try:
+                self._estimator = choose_estimator(estimator, trainer, module, max_overhead)
+            except Unmeasurable as problem:
+                self._give_up(f"GrowingBatchSize {problem}")
 
     @property
     def is_reported(self) -> bool:
@@ -168,7 +169,7 @@ class Measurement:
                 self._stationarity[self._trainer.optimizers.index(optimizer)].before_step()
             except Exception as error:  # noqa: BLE001 - measuring must not end a training
                 problem = error if isinstance(error, Unmeasurable) else f"fails ({first_line(error)})"
-                self._give_up(f"GrowingBatchSize cannot test whether noise undoes the descent: that {problem}")
+                self._give_up(f"GrowingBatchSize cannot test whether noise undoes the descent: the test {problem}")
 
     def end_batch(self, batch: Any) -> int:
         """Count the samples of a batch, over all processes; those of a module that reports them are counted by it."""
@@ -200,12 +201,12 @@ class Measurement:
             return StepStatistics(samples, self._largest(measured) if measured else None)
         due = step % (self._asked.every_n_steps or 1) == 0
         if self._reported is None:
-            return StepStatistics(samples, _without_gradients(samples) if due else None)
+            return StepStatistics(samples, GradientStatistics(samples, None, 0.0, None) if due else None)
         reported = self._reported()
         if reported is None:
             return None
         if due and not math.isfinite((reported.variance or 0.0) + reported.gradient_squared_norm):
-            self._tell_of_nan()
+            self._warn_of_nan()
             due = False
         return StepStatistics(reported.batch_size, self._largest({0: reported}) if due else None)
 
@@ -223,14 +224,18 @@ class Measurement:
             "gave_up": self._gave_up,
             "sees_steps": self._sees_steps,
             "expected": self._expected,
-            "noise": {number: noise.state_dict() for number, noise in self.noise.items()},
+            "noise": {number: dict(vars(noise)) for number, noise in self.noise.items()},
             "stationarity": [test.state_dict() for test in self._stationarity] if self._tests_stationarity else None,
             "loss_growth": self._loss_growth.state_dict() if self._sees_loss else None,
             "loss_grew_with_batch": self._loss_grew_with_batch,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.load_averages(state)
+    def load_state_dict(self, state: dict[str, Any], averages_alone: bool = False) -> None:
+        """Continue where the state was saved, or, in another fit, with its averages and what it knows of the loss."""
+        self._loss_grew_with_batch = state["loss_grew_with_batch"]
+        self.noise = {number: NoiseScale(**of_optimizer) for number, of_optimizer in state["noise"].items()}
+        if averages_alone:
+            return
         for test, of_test in zip(self._stationarity, state["stationarity"] or (), strict=False):
             test.load_state_dict(of_test)
         if state["loss_growth"] is not None:
@@ -240,70 +245,43 @@ class Measurement:
             return
         if state["gave_up"] and self._asked.kind == state["asked"]:
             self._estimator, self._gave_up = None, True
-            return
-        went_on_by_steps = state["estimator"] == "steps" and self._estimator.name != "steps"
-        if went_on_by_steps and self._asked.kind == state["asked"]:
-            self._estimator = self._by_steps()  # the one that was asked for cannot measure this run
-        if self._estimator.name == state["estimator"]:
+        elif self._estimator.name == state["estimator"]:
             self._estimator.load_state_dict(state["state"])
 
-    def load_averages(self, state: dict[str, Any]) -> None:
-        """Load the averages alone, for another fit, and whether the loss has grown with the batch."""
-        self._loss_grew_with_batch = state["loss_grew_with_batch"]
-        self.noise = {}
-        for number, of_optimizer in state["noise"].items():
-            self.noise[number] = NoiseScale()
-            self.noise[number].load_state_dict(of_optimizer)
-
     def _ask(self, ask: Callable[[GradientEstimator], _T]) -> _T | None:
-        """Call the estimator, if there is one. Where it cannot measure, another one goes on."""
-        if self._estimator is None:
+        """Call the estimator, if there is one. If it cannot measure, nothing is measured from then on."""
+        estimator = self._estimator
+        if estimator is None:
             return None
         try:
-            return ask(self._estimator)
+            return ask(estimator)
         except GradientNotFinite:
             if loss_scale(self._trainer) is None:  # a GradScaler skips such steps
-                self._tell_of_nan()
-        except Unmeasurable as problem:
-            self._go_on(str(problem))
+                self._warn_of_nan()
         except Exception as error:  # noqa: BLE001 - measuring must not end a training
-            if world_size() == 1:
-                self._go_on(f"fails ({first_line(error)})")
-            else:  # the other processes are told when they measure together
-                self._estimator.faults.keep(error)
+            if isinstance(error, Unmeasurable) or world_size() == 1:
+                problem = error if isinstance(error, Unmeasurable) else f"fails ({first_line(error)})"
+                self._give_up(f"GrowingBatchSize(estimator={estimator.name!r}) {problem}")
+            else:  # the other processes learn of it when they measure together
+                estimator.faults.defer(error)
         return None
 
-    def _tell_of_nan(self) -> None:
-        if not self._told_of_nan:
-            self._told_of_nan = True
+    def _warn_of_nan(self) -> None:
+        if not self._has_warned_of_nan:
+            self._has_warned_of_nan = True
             rank_zero_warn(
                 f"The gradient of batch {self._trainer.fit_loop.batch_idx} in epoch {self._trainer.current_epoch} is "
                 "NaN or infinite. GrowingBatchSize does not measure it, nor others like it, and the training goes on. "
                 "Trainer(detect_anomaly=True) shows where it comes from"
             )
 
-    def _go_on(self, problem: str) -> None:
-        """Go on with pairs of steps, for which no layer is needed, or without measuring where they fail too."""
-        assert self._estimator is not None
-        problem = f"GrowingBatchSize(estimator={self._estimator.name!r}) {problem}"
-        if self._estimator.name == "steps":
-            self._give_up(problem)
-            return
-        declare = "declare layers by register_layer to measure them, or " if self._estimator.name == "layers" else ""
-        rank_zero_warn(
-            f"{problem}. It goes on with estimator='steps', which compares the gradients of consecutive steps: "
-            f"{declare}give estimator='steps' to say that this is meant"
-        )
-        self._estimator.pause()
-        self._estimator = self._by_steps()
-
-    def _by_steps(self) -> GradientEstimator:
-        return choose_estimator(replace(self._asked, kind="steps"), self._trainer, self._module, self._max_overhead)
-
     def _give_up(self, problem: str) -> None:
+        """Measure nothing any more, and warn: the problem is a sentence without its full stop."""
         rank_zero_warn(
-            f"{problem}. Nothing is measured any more. Give {type(self._module).__name__} a method "
-            "gradient_statistics() that returns GradientStatistics, or set the sizes by schedule=..."
+            f"{problem}. Nothing is measured any more. Declare layers by register_layer, let several backward passes "
+            "make a step (Trainer(accumulate_grad_batches=2)) so that they can be compared, give "
+            f"{type(self._module).__name__} a method gradient_statistics() that returns GradientStatistics, or set the "
+            "sizes by schedule=..."
         )
         self.pause()
         self._estimator, self._gave_up, self._tests = None, True, {}
@@ -315,8 +293,3 @@ class Measurement:
         for gone in [number for number in self.noise if number >= max(len(self._trainer.optimizers), 1)]:
             del self.noise[gone]
         return max(measured.values(), key=relative_variance, default=None)
-
-
-@lru_cache(maxsize=2)  # most steps have as many samples as the last one
-def _without_gradients(samples: int) -> GradientStatistics:
-    return GradientStatistics(samples, None, 0.0, None)

@@ -45,26 +45,6 @@ def relative_variance(statistics: GradientStatistics) -> float:
     return variance / squared_norm if squared_norm > 0 else math.inf * variance if variance else 0.0
 
 
-def statistics_of_pair(first: float, second: float, difference: float, sizes: tuple[int, int]) -> GradientStatistics:
-    """Statistics from the gradients of two batches at the same weights, as those of the second.
-
-    Args:
-        first: ‖g‖² of the first.
-        second: ‖g'‖² of the second.
-        difference: ‖g - g'‖².
-        sizes: n and n', samples in the first and in the second.
-
-    Example:
-        >>> statistics_of_pair(first=5.0, second=5.0, difference=2.0, sizes=(8, 8))
-        GradientStatistics(batch_size=8, variance=8.0, gradient_squared_norm=5.0, validation_value=None)
-    """
-    n, m = sizes
-    # E‖g - g'‖² = tr Σ (1/n + 1/n'), and E(‖g‖² + ‖g'‖² - ‖g - g'‖²) = 2 ‖G‖²
-    variance = difference / (1 / n + 1 / m)
-    squared_norm = (first + second - difference) / 2
-    return GradientStatistics(m, variance, max(squared_norm + variance / m, 0.0), None)
-
-
 def statistics_of_parts(of_part: float, of_whole: float, parts: int, samples: int) -> GradientStatistics:
     """Statistics from the gradients of equal parts of a batch and their mean (McCandlish et al. 2018, appendix A.1).
 
@@ -83,8 +63,11 @@ def statistics_of_parts(of_part: float, of_whole: float, parts: int, samples: in
     return GradientStatistics(samples, variance, of_whole, None)
 
 
+@dataclass
 class NoiseScale:
     """Exponential averages of tr Σ and ‖G‖², and their ratio, the gradient noise scale.
+
+    Its fields are its state: the weight of the measurements so far, and both sums by these weights.
 
     Averaged are both, and not the ratio, whose mean over noisy measurements is another (McCandlish et al. 2018,
     appendix A.1). ‖G‖² of the loss is measured without bias by ‖ḡ‖² - tr Σ/n, where ḡ is the gradient of n samples.
@@ -96,40 +79,33 @@ class NoiseScale:
         (16.0, 2.0, 8.0)
     """
 
-    def __init__(self) -> None:
-        self._weight = self._variance = self._squared_norm = 0.0
+    weight: float = 0.0
+    variance_sum: float = 0.0
+    squared_norm_sum: float = 0.0
 
     def update(self, statistics: GradientStatistics) -> None:
         """Take in the statistics of a step, which have a variance."""
         variance, squared_norm = statistics.variance, statistics.gradient_squared_norm
         assert variance is not None
-        self._weight += (1 - DECAY) * (1 - self._weight)
-        self._variance += (1 - DECAY) * (variance - self._variance)
-        self._squared_norm += (1 - DECAY) * (squared_norm - variance / statistics.batch_size - self._squared_norm)
+        self.weight += (1 - DECAY) * (1 - self.weight)
+        self.variance_sum += (1 - DECAY) * (variance - self.variance_sum)
+        self.squared_norm_sum += (1 - DECAY) * (squared_norm - variance / statistics.batch_size - self.squared_norm_sum)
 
     @property
     def variance(self) -> float:
         """tr Σ, of the gradients of single samples; NaN before the first measurement."""
-        return self._variance / self._weight if self._weight else math.nan
+        return self.variance_sum / self.weight if self.weight else math.nan
 
     @property
     def gradient_squared_norm(self) -> float:
         """‖G‖² of the loss; 0 where noise makes it negative."""
-        return max(self._squared_norm / self._weight, 0.0) if self._weight else math.nan
+        return max(self.squared_norm_sum / self.weight, 0.0) if self.weight else math.nan
 
     @property
     def value(self) -> float:
         """tr Σ/‖G‖², in samples; infinite where nothing but noise was measured."""
-        if self.gradient_squared_norm == 0:
-            return math.inf
-        return self.variance / self.gradient_squared_norm
+        return math.inf if self.gradient_squared_norm == 0 else self.variance / self.gradient_squared_norm
 
     def statistics(self, batch_size: int) -> GradientStatistics:
         """The averages, as if they had been measured in a gradient without noise."""
         return GradientStatistics(batch_size, self.variance, self.gradient_squared_norm, None)
-
-    def state_dict(self) -> dict[str, float]:
-        return {"weight": self._weight, "variance": self._variance, "squared_norm": self._squared_norm}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self._weight, self._variance, self._squared_norm = state["weight"], state["variance"], state["squared_norm"]

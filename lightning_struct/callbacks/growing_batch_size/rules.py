@@ -97,28 +97,16 @@ def next_batch_size(
     if len(predictions) <= rule.window:
         return batch_size
     average = math.ceil(sum(predictions[-rule.window :]) / rule.window)
-    decided: float
-    if average > batch_size:
-        decided = average
-    elif validation_stalls(validation_values, rule.window, rule.threshold):
-        # Algorithm 1 rounds this up. A small batch would then grow by a whole sample at each check, whatever the
-        # factor.
-        decided = rule.growth * batch_size
-    else:
-        return batch_size
+    stalls = rule.threshold == math.inf
+    if not stalls and len(validation_values) > rule.window:
+        # The text of section 4.3 looks four values back, Algorithm 1 five: this is Algorithm 1. It divides by the last
+        # value, which may be zero or negative; hence the product, and the absolute value.
+        before, now = validation_values[-1 - rule.window], validation_values[-1]
+        stalls = before - now < rule.threshold * abs(now)
+    # Algorithm 1 rounds the product up. A small batch would then grow by a whole sample at each check, whatever the
+    # factor.
+    decided = average if average > batch_size else rule.growth * batch_size if stalls else batch_size
     return max(batch_size, min(decided, max_batch_size))
-
-
-def validation_stalls(values: Sequence[float], window: int, threshold: float) -> bool:
-    """Whether the last value is not smaller than the one ``window`` before it by ``threshold`` of itself."""
-    if threshold == math.inf:
-        return True
-    if len(values) <= window:
-        return False
-    # The text of section 4.3 looks four values back, Algorithm 1 five: this is Algorithm 1. It divides by the last
-    # value, which may be zero or negative; hence the product, and the absolute value.
-    before, now = values[-1 - window], values[-1]
-    return before - now < threshold * abs(now)
 
 
 def predicted_batch_size(

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_struct.callbacks.growing_batch_size.estimators.common import LocalFaults, local, local_gradient, share
 from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.distributed import shards_plain_tensors, shards_weights
+from lightning_struct.utilities.distributed import shards_weights
 from lightning_struct.utilities.lightning_internals import gradient_scale
 
 # Length of a window: this share of the steps so far, and at least so many steps.
@@ -71,7 +71,7 @@ class StationarityTest:
 
     def __init__(self, trainer: L.Trainer, optimizer: Optimizer) -> None:
         self._trainer, self._optimizer = trainer, optimizer
-        self._sharded, self._in_parts = shards_weights(trainer), shards_plain_tensors(trainer)
+        self._sharded = shards_weights(trainer)
         self.faults = LocalFaults()
         self._steps = 0
         self._passed = False
@@ -100,11 +100,11 @@ class StationarityTest:
         if self._end == 0:
             self._length = window_length(self._steps)
             self._end = self._steps + self._length
-            with self.faults.kept():
+            with self.faults.deferred():
                 self._weights = {i: local(parameter).clone() for i, parameter in self._parameters().items()}
         else:
             product = 0.0
-            with self.faults.kept():
+            with self.faults.deferred():
                 parameters = self._parameters()
                 if self._steps == self._end:
                     self._weights = {
@@ -119,14 +119,14 @@ class StationarityTest:
 
     def state_dict(self) -> dict[str, Any]:
         """With sharded weights without the window under way, as a checkpoint has the first process's parts only."""
-        kept = not self._sharded
+        whole = not self._sharded
         return {
             "steps": self._steps,
             "passed": self._passed,
-            "length": self._length if kept else 0,
-            "end": self._end if kept else 0,
-            "weights": {i: tensor.clone() for i, tensor in self._weights.items()} if kept else {},
-            "products": list(self._products) if kept else [],
+            "length": self._length if whole else 0,
+            "end": self._end if whole else 0,
+            "weights": {i: tensor.clone() for i, tensor in self._weights.items()} if whole else {},
+            "products": list(self._products) if whole else [],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -157,7 +157,7 @@ class StationarityTest:
             if gradient.is_sparse:
                 displacement, gradient = displacement[gradient.indices()[0]], gradient.values()
             product = torch.dot(at_least_float32(displacement).flatten(), at_least_float32(gradient).flatten())
-            products.append(share(parameters[i], self._in_parts) * product)
+            products.append(share(parameters[i]) * product)
         return sum(torch.stack([product.to(products[0].device) for product in products]).tolist()) if products else 0.0
 
     def _judge(self) -> None:

@@ -7,16 +7,15 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_struct import GrowingBatchSize, ValidationRule
-from lightning_struct.callbacks.growing_batch_size.noise import statistics_of_pair, statistics_of_parts
+from lightning_struct.callbacks.growing_batch_size.noise import statistics_of_parts
 from tests.callbacks.growing_batch_size.projects import GAN, PROJECTS, Regressor, arguments, regression, seed
-from tests.mixins.helpers import make_trainer, weights
+from tests.mixins.helpers import make_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
@@ -66,19 +65,6 @@ def flat(tensors):
 # -------------------------------------------------------------------------------------
 
 
-def test_the_mean_over_all_pairs_of_batches_is_that_of_the_samples():
-    g = torch.randn(4, 3, dtype=torch.float64)  # of each sample
-    batches = {n: [torch.stack(b).mean(0) for b in itertools.product(g, repeat=n)] for n in (1, 2)}
-    of_pairs = [
-        statistics_of_pair(a @ a, b @ b, (a - b) @ (a - b), (1, 2))
-        for a, b in itertools.product(batches[1], batches[2])
-    ]
-    variance = sum(s.variance for s in of_pairs) / len(of_pairs)
-    squared_norm = sum(s.gradient_squared_norm - s.variance / 2 for s in of_pairs) / len(of_pairs)
-    assert variance.item() == pytest.approx(g.var(0, correction=0).sum().item())
-    assert squared_norm.item() == pytest.approx(g.mean(0).square().sum().item())
-
-
 def test_the_mean_over_all_batches_of_three_parts_is_that_of_the_samples():
     g = torch.randn(4, 3, dtype=torch.float64)
     of_parts = []
@@ -91,24 +77,6 @@ def test_the_mean_over_all_batches_of_three_parts_is_that_of_the_samples():
     squared_norm = sum(s.gradient_squared_norm - s.variance / 3 for s in of_parts) / len(of_parts)
     assert variance == pytest.approx(g.var(0, correction=0).sum().item())
     assert squared_norm == pytest.approx(g.mean(0).square().sum().item())
-
-
-def pair_ratios(g):
-    """‖Var‖₁/(n‖ḡ‖²) of each pair of consecutive gradients of n samples."""
-    return [((a - b).square().sum() / (a.square().sum() + b.square().sum())).item() for a, b in itertools.pairwise(g)]
-
-
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_steps_are_compared_with_the_steps_before_them(tmp_path, every):
-    module = Still()
-    expected = pair_ratios(gradients_of_batches(module))[max(every - 2, 0) :: every]
-    growing = fit(tmp_path, module, growing={"estimator": "steps", "every_n_steps": every})
-    assert ratios(growing) == pytest.approx(expected, rel=1e-9)
-
-
-def test_steps_whose_batches_differ_much_in_size_are_not_compared(tmp_path):
-    loader = DataLoader(regression(19), batch_size=8)  # 8, 8, 3
-    assert len(fit(tmp_path, Still(), loader, growing={"estimator": "steps", "every_n_steps": 1}).records) == 1
 
 
 def test_backward_passes_are_compared_with_their_mean(tmp_path):
@@ -129,10 +97,9 @@ def test_backward_passes_are_compared_with_their_mean(tmp_path):
     assert ratios(growing) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("estimator, batches", [("steps", 1), ("parts", 2)])
-def test_a_scaled_loss_changes_no_estimate(tmp_path, estimator, batches):
-    growing = {"estimator": estimator, "every_n_steps": 1, "max_batch_size": 4 * batches}
-    options = {"growing": growing, "accumulate_grad_batches": batches}
+def test_a_scaled_loss_changes_no_estimate(tmp_path):
+    growing = {"estimator": "parts", "every_n_steps": 1, "max_batch_size": 8}
+    options = {"growing": growing, "accumulate_grad_batches": 2}
     expected = ratios(fit(tmp_path, Still(), **options))
     seed()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2)
@@ -155,20 +122,14 @@ class Words(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("estimator, batches", [("steps", 1), ("parts", 2)])
-def test_sparse_gradients_are_measured_as_dense_ones(tmp_path, estimator, batches):
+def test_sparse_gradients_are_measured_as_dense_ones(tmp_path):
     words = TensorDataset(torch.randint(0, 50, (40, 3)), torch.randint(0, 2, (40,)))
-    growing = {"estimator": estimator, "every_n_steps": 1, "max_batch_size": 8}
+    growing = {"estimator": "parts", "every_n_steps": 1, "max_batch_size": 8}
     sparse, dense = (
-        ratios(fit(tmp_path, Words(kind), DataLoader(words, 4), growing=growing, accumulate_grad_batches=batches))
+        ratios(fit(tmp_path, Words(kind), DataLoader(words, 4), growing=growing, accumulate_grad_batches=2))
         for kind in (True, False)
     )
     assert sparse == pytest.approx(dense, rel=1e-9) and len(dense) > 3
-
-
-def test_steps_of_several_optimizers_are_compared_each_with_its_own(tmp_path):
-    growing = fit(tmp_path, GAN(), growing={"estimator": "steps", "every_n_steps": 1})
-    assert len(growing.records) == 9 and all(0 < ratio < 2 for ratio in ratios(growing))
 
 
 # --- which one, and how often
@@ -212,41 +173,35 @@ def test_the_line_says_what_else_decides(tmp_path, caplog, growing, words):
 
 @pytest.mark.parametrize("module", [Regressor, GAN])
 def test_parts_are_refused_where_a_step_has_no_parts(tmp_path, module):
-    with pytest.raises(MisconfigurationException, match="estimator='parts'.*estimator='steps'"):
+    with pytest.raises(MisconfigurationException, match="estimator='parts'.*estimator='layers'"):
         fit(tmp_path, module(), growing={"estimator": "parts"})
 
 
-def measured_every(tmp_path, caplog, optimizer, max_overhead):
-    class Wide(Still):
-        def __init__(self):
-            super().__init__(nn.Linear(3, 2))
-
-        def configure_optimizers(self):
-            return optimizer(self.parameters())
-
+def measured_every(tmp_path, caplog, module, max_overhead=0.03, batches=2):
+    growing = {"max_overhead": max_overhead, "max_batch_size": 8}
     with caplog.at_level("INFO"):
-        fit(tmp_path, Wide(), growing={"estimator": "steps", "max_overhead": max_overhead}, max_steps=1)
+        fit(tmp_path, module, growing=growing, max_steps=1, accumulate_grad_batches=batches)
     return int(said(caplog)[-1].split("every ")[1].split()[0])
 
 
-def test_half_the_overhead_is_half_as_many_measurements(tmp_path, caplog):
-    every = [measured_every(tmp_path, caplog, torch.optim.SGD, overhead) for overhead in (0.1, 0.05)]
-    assert abs(every[1] - 2 * every[0]) <= 1
+class ByAdam(Still):
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
 
 
-def test_what_an_optimizer_does_more_lets_it_measure_more_often(tmp_path, caplog):
-    every = [measured_every(tmp_path, caplog, kind, 0.01) for kind in (torch.optim.SGD, torch.optim.Adam)]
-    assert every[0] > every[1]
+def test_the_overhead_the_optimizer_and_the_layers_say_how_often_is_measured(tmp_path, caplog):
+    def every(*arguments, **options):
+        return measured_every(tmp_path, caplog, *arguments, **options)
 
+    def wide():
+        return nn.Sequential(nn.Linear(3, 64), nn.Linear(64, 64), nn.Linear(64, 2))
 
-def test_a_network_with_convolutions_is_measured_less_often(tmp_path, caplog):
-    every = []
-    for first in (nn.Linear(3, 3), nn.Conv1d(1, 1, 3, padding=1)):
-        module = Still(nn.Sequential(nn.Unflatten(1, (1, 3)), first, nn.Flatten(), nn.Linear(3, 2)))
-        with caplog.at_level("INFO"):
-            fit(tmp_path, module, max_steps=1)
-        every.append(int(said(caplog)[-1].split("every ")[1].split()[0]))
-    assert every[0] < every[1]
+    assert abs(every(Still(wide()), 0.05) - 2 * every(Still(wide()), 0.1)) <= 1
+    assert every(ByAdam(wide()), 0.01) < every(Still(wide()), 0.01)
+    layers = nn.Linear(3, 3), nn.Conv1d(1, 1, 3, padding=1)
+    networks = [nn.Sequential(nn.Unflatten(1, (1, 3)), layer, nn.Flatten(), nn.Linear(3, 2)) for layer in layers]
+    of_linear, of_convolutional = (every(Still(network), batches=1) for network in networks)
+    assert of_linear < of_convolutional
 
 
 def hooks_of(module):
@@ -255,15 +210,14 @@ def hooks_of(module):
     return of_layers + of_parameters
 
 
-@pytest.mark.parametrize("growing", [{"theta": math.inf}, {"estimator": "steps"}])
-def test_nothing_is_hooked_that_is_not_needed(tmp_path, growing):
+def test_nothing_is_hooked_that_is_not_needed(tmp_path):
     seen = []
 
     class Looking(L.Callback):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             seen.extend(hooks_of(pl_module))
 
-    fit(tmp_path, Regressor(), callbacks=[Looking()], growing=growing)
+    fit(tmp_path, Regressor(), callbacks=[Looking()], growing={"theta": math.inf})
     assert seen == []
 
 
@@ -290,10 +244,10 @@ class Windows(Regressor):
         return self.loss(self(batch[0][drawn]), batch[1][drawn])
 
 
-def test_a_module_that_draws_its_own_samples_is_measured_by_its_steps(tmp_path):
-    with pytest.warns(UserWarning, match=r"no dimension is that of 4 samples.* estimator='steps'"):
+def test_a_module_that_draws_its_own_samples_is_not_measured(tmp_path):
+    with pytest.warns(UserWarning, match=r"no dimension is that of 4 samples.*Nothing is measured any more"):
         growing = fit(tmp_path, Windows(), growing={"estimator": "layers", "every_n_steps": 1})
-    assert len(growing.records) == 8
+    assert growing.records == []
 
 
 class Decayed(Regressor):
@@ -302,9 +256,9 @@ class Decayed(Regressor):
 
 
 def test_a_small_part_of_the_gradient_does_not_decide(tmp_path):
-    with pytest.warns(UserWarning, match="a small part, of the gradient of SGD.* estimator='steps'"):
+    with pytest.warns(UserWarning, match="a small part, of the gradient of SGD.*Nothing is measured any more"):
         growing = fit(tmp_path, Decayed(), growing={"estimator": "layers", "every_n_steps": 1})
-    assert len(growing.records) == 8
+    assert growing.records == []
 
 
 class Weighted(Regressor):
@@ -320,7 +274,7 @@ class Weighted(Regressor):
 
 def test_the_weight_of_a_loss_does_not_keep_layers_from_being_measured(tmp_path, recwarn):
     growing = fit(tmp_path, Weighted(), growing={"estimator": "layers", "every_n_steps": 1})
-    assert growing.records and not [w for w in recwarn if "estimator='steps'" in str(w.message)]
+    assert growing.records and not [w for w in recwarn if "Nothing is measured" in str(w.message)]
 
 
 def test_key_biases_are_not_warned_about(tmp_path, recwarn):
@@ -328,23 +282,3 @@ def test_key_biases_are_not_warned_about(tmp_path, recwarn):
     module.module.model.train()
     fit(tmp_path, module.module, module.loader, growing={"estimator": "layers", "every_n_steps": 1}, precision=32)
     assert not [w for w in recwarn if "leaves" in str(w.message)]
-
-
-# --- resuming
-# ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("step", [5, 6])  # within a pair, and after it
-def test_a_run_that_is_resumed_compares_the_same_steps(tmp_path, step):
-    def run(directory, ckpt_path=None):
-        checkpoint = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-        module = Regressor()
-        growing = {"estimator": "steps", "every_n_steps": 3, "max_batch_size": 12, "theta": 0.3}
-        options = {"callbacks": [checkpoint], "ckpt_path": ckpt_path, "max_epochs": 2, "precision": 32}
-        return module, fit(tmp_path, module, growing=growing, **options)
-
-    whole, growing = run(tmp_path / "whole")
-    seed()
-    resumed, again = run(tmp_path / "resumed", tmp_path / f"whole/step={step}.ckpt")
-    assert again.records == growing.records and len(growing.records) > 2
-    assert torch.equal(weights(resumed), weights(whole))

@@ -1,6 +1,7 @@
 """Estimators in two processes, with sharded weights, and of compiled networks."""
 
 import datetime
+import math
 
 import lightning as L
 import pytest
@@ -13,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_struct import GrowingBatchSize, NoiseEstimator, ValidationRule
-from lightning_struct.callbacks.growing_batch_size.estimators import layers, parts, steps
+from lightning_struct import GrowingBatchSize, NoiseEstimator
+from lightning_struct.callbacks.growing_batch_size.estimators import layers, parts
 from lightning_struct.callbacks.growing_batch_size.noise import statistics_of_parts
 from tests.callbacks.growing_batch_size.projects import regression
 from tests.processes import START_METHOD, _EndingLauncher, two_processes
@@ -124,13 +125,6 @@ def two_sharded_processes(data_parallel_size=2):
     return {"strategy": strategy, "devices": 2, "plugins": [LightningEnvironment()]}
 
 
-def test_sharded_steps_are_compared_as_whole_ones(tmp_path):
-    (of_one,) = records(tmp_path / "one", "steps", Network(rate=0.05), devices=1)
-    sharded = records(tmp_path / "two", "steps", Network(rate=0.05), **two_sharded_processes())
-    assert ratios(sharded[0]) == pytest.approx(ratios(of_one), rel=1e-4)
-    assert sharded[0] == sharded[1] and len(sharded[0]) == 9
-
-
 @pytest.mark.parametrize("batches", [1, 2])
 def test_sharded_processes_are_compared_as_whole_ones(tmp_path, batches):
     of_whole = records(
@@ -150,7 +144,7 @@ class FailsInOneProcess(Network):
         self.estimator, self.name = estimator, name
 
     def on_train_batch_start(self, batch, batch_idx):
-        module = {"parts": parts, "steps": steps, "layers": layers}[self.estimator]
+        module = {"parts": parts, "layers": layers}[self.estimator]
         if self.trainer.global_rank == 1 and batch_idx == 4:
             self.replaced = getattr(module, self.name)
             setattr(module, self.name, unforeseen)
@@ -163,19 +157,15 @@ def unforeseen(*args, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("estimator", "name", "measured"),
+    ("estimator", "name"),
     [
-        ("parts", "squared_norm", 8),
-        ("parts", "at_least_float32", 8),  # within the backward pass
-        ("steps", "squared_norm", 3),
-        ("layers", "_squared_norm", 8),
-        ("layers", "leading_sizes", 8),
+        ("parts", "at_least_float32"),  # within the backward pass
+        ("layers", "_squared_norm"),
     ],
 )
-def test_an_error_in_one_process_makes_all_go_on_alike(tmp_path, estimator, name, measured):
-    """By steps, of which two make a measurement, or by nothing."""
+def test_an_error_in_one_process_ends_the_measuring_in_all(tmp_path, estimator, name):
     of_processes = records(tmp_path, estimator, FailsInOneProcess(estimator, name), **two_processes())
-    assert of_processes[0] == of_processes[1] and len(of_processes[0]) == measured
+    assert of_processes[0] == of_processes[1] and len(of_processes[0]) == 4
 
 
 class Unfreezing(Network):
@@ -196,29 +186,6 @@ def test_a_layer_that_is_unfrozen_is_measured_from_the_next_step_on(tmp_path):
     assert [by_samples[at] for at in (32, 40)] == pytest.approx(ratios(plain)[3:])
 
 
-class TensorParallel(Network):
-    """Both processes read the same batches."""
-
-    def configure_model(self):
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            for parameter in self.parameters():  # forked processes share their memory
-                parameter.data = parameter.data.clone()
-            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-            parallelize_module(self.network, self.device_mesh["tensor_parallel"], plan)
-
-    def train_dataloader(self):
-        return DataLoader(regression(), batch_size=4)
-
-
-def test_processes_that_share_a_batch_count_its_samples_once(tmp_path):
-    growing = {"theta": 0.02, "validation": ValidationRule(window=2), "max_batch_size": 8}
-    (of_one,) = records(tmp_path / "one", "steps", TensorParallel(rate=0.05), growing, devices=1)
-    parallel = records(tmp_path / "two", "auto", TensorParallel(rate=0.05), growing, **two_sharded_processes(1))
-    assert [record["batch_size"] for record in parallel[1]] == [record["batch_size"] for record in of_one]
-    assert [of_one[0]["batch_size"], of_one[-1]["batch_size"]] == [4, 8] and parallel[0] == parallel[1]
-    assert ratios(parallel[0]) == pytest.approx(ratios(of_one), rel=1e-4)
-
-
 class FrozenBetweenBatches(Unfreezing):
     def on_train_batch_start(self, batch, batch_idx):
         self.network[0].requires_grad_(True)
@@ -227,10 +194,28 @@ class FrozenBetweenBatches(Unfreezing):
         self.network[0].requires_grad_(False)
 
 
-def test_gradients_that_are_never_seen_are_measured_by_steps(tmp_path):
-    with pytest.warns(UserWarning, match="does not see the gradients of .* of network.0.weight, .*'steps'"):
+class TensorParallel(Network):
+    """Both processes read the same batches."""
+
+    def configure_model(self):
+        for parameter in self.parameters():  # forked processes share their memory
+            parameter.data = parameter.data.clone()
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(self.network, self.device_mesh["tensor_parallel"], plan)
+
+    def train_dataloader(self):
+        return DataLoader(regression(), batch_size=4)
+
+
+def test_processes_that_share_a_batch_count_its_samples_once(tmp_path):
+    parallel = records(tmp_path, "auto", TensorParallel(rate=0.05), {"theta": math.inf}, **two_sharded_processes(1))
+    assert [[record["batch_size"] for record in of_process] for of_process in parallel] == [[4] * 10] * 2
+
+
+def test_gradients_that_are_never_seen_are_not_measured(tmp_path):
+    with pytest.warns(UserWarning, match="does not see the gradients of .* of network.0.weight, .*Nothing is measured"):
         (measured,) = records(tmp_path, "parts", FrozenBetweenBatches(), devices=1, accumulate_grad_batches=2)
-    assert [record["samples"] for record in measured] == [32, 40]
+    assert measured == []
 
 
 class Compiled(Network):
@@ -240,20 +225,17 @@ class Compiled(Network):
         super().configure_model()
 
 
-@pytest.mark.parametrize(("estimator", "processes"), [("steps", 1), ("parts", 2)])
-def test_a_compiled_network_is_measured_as_any_other(tmp_path, estimator, processes):
-    def measured(network):
-        options = {"devices": 1} if processes == 1 else two_processes()
-        return records(tmp_path, estimator, network, accumulate_grad_batches=1 + (estimator == "parts"), **options)[0]
-
-    plain, compiled = measured(Network(rate=0.05)), measured(Compiled(rate=0.05))
+def test_a_compiled_network_is_measured_as_any_other(tmp_path):
+    plain, compiled = (
+        records(tmp_path, "auto", network, devices=1, accumulate_grad_batches=2)[0]
+        for network in (Network(rate=0.05), Compiled(rate=0.05))
+    )
     assert ratios(compiled) == pytest.approx(ratios(plain), rel=1e-4) and len(plain) > 4
 
 
-def test_a_compiled_and_sharded_network_is_measured_by_steps(tmp_path):
-    (of_one,) = records(tmp_path / "one", "steps", Network(rate=0.05), devices=1)
-    sharded = records(tmp_path / "two", "auto", Compiled(rate=0.05), **two_sharded_processes())
-    assert ratios(sharded[0]) == pytest.approx(ratios(of_one), rel=1e-4) and sharded[0] == sharded[1]
+def test_a_compiled_and_sharded_network_leaves_the_size_as_it_is(tmp_path):
+    sharded = records(tmp_path, "auto", Compiled(rate=0.05), **two_sharded_processes())
+    assert sharded == [[], []]
 
 
 class Noisy(Network):

@@ -17,7 +17,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from lightning_struct import GradientStatistics, GrowingBatchSize, NoiseEstimator, ValidationRule
 from lightning_struct.callbacks.growing_batch_size.estimators import samples_in
 from lightning_struct.callbacks.growing_batch_size.estimators.layers import SampleGradients
-from lightning_struct.callbacks.growing_batch_size.estimators.steps import StepPairs
 from tests.callbacks.growing_batch_size.projects import MEASURING, SizedStream, Stream, arguments, regression
 from tests.mixins.helpers import make_trainer, weights
 
@@ -161,7 +160,7 @@ class DropsInHooks(Regressor):
             parameter.register_hook(torch.nan_to_num)
 
 
-@pytest.mark.parametrize("estimator", ["layers", "steps", "parts"])
+@pytest.mark.parametrize("estimator", ["layers", "parts"])
 @pytest.mark.parametrize("module", [DropsBefore, DropsInClipping, DropsInItsStep, DropsInHooks])
 @pytest.mark.filterwarnings("ignore:The gradient of batch .* is NaN or infinite")
 @pytest.mark.filterwarnings("ignore:GrowingBatchSize leaves")
@@ -204,23 +203,33 @@ class Scripted(Regressor):
         self.network = torch.jit.script(self.network)
 
 
-def went_on(tmp_path, module, **options):
+def given_up(tmp_path, module, **options):
+    """The warning, after a fit in which nothing was measured."""
     callback = growing(**options)
-    with pytest.warns(UserWarning, match="goes on with estimator='steps'") as told:
+    message = r"Nothing is measured any more.*register_layer.*accumulate_grad_batches=2.*schedule="
+    with pytest.warns(UserWarning, match=message) as warned:
         trainer_for(tmp_path, callback).fit(module, DataLoader(regression(), batch_size=4))
-    told = [str(warning.message) for warning in told if "GrowingBatchSize" in str(warning.message)]
-    assert sum("GrowingBatchSize" in message for message in told) == 1
-    assert callback.records and max(module.sizes) == 12
-    return told[0]
+    (text,) = [str(warning.message) for warning in warned if "GrowingBatchSize" in str(warning.message)]
+    assert callback.records == [] and set(module.sizes) == {4} and len(module.sizes) == EPOCHS * 10
+    return text
 
 
 @pytest.mark.parametrize("estimator", ["auto", "layers"])
 @pytest.mark.parametrize("module, reason", [(Jagged, "ValueError"), (Scripted, "ScriptModules")])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_layers_that_cannot_be_measured_leave_it_to_pairs_of_steps(tmp_path, module, reason, estimator):
-    told = went_on(tmp_path, module(), estimator=estimator)
-    assert reason in told and "network.0.weight" in told and "register_layer" in told
+def test_layers_that_cannot_be_measured_leave_the_size_as_it_is(tmp_path, module, reason, estimator):
+    text = given_up(tmp_path, module(), estimator=estimator)
+    assert reason in text and "network.0.weight" in text
+
+
+@pytest.mark.parametrize("method", ["begin_batch", "after_backward", "before_step", "statistics"])
+def test_an_estimator_that_fails_leaves_the_size_as_it_is(tmp_path, monkeypatch, method):
+    def fail(*arguments):
+        raise OSError("unforeseen\nin detail")
+
+    monkeypatch.setattr(SampleGradients, method, fail)
+    assert "estimator='layers') fails (OSError: unforeseen)" in given_up(tmp_path, Regressor())
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
@@ -228,55 +237,6 @@ def test_layers_that_cannot_be_measured_leave_it_to_pairs_of_steps(tmp_path, mod
 def test_the_samples_of_nested_tensors_are_counted(layout):
     batch = torch.nested.nested_tensor([torch.ones(n, 3) for n in (2, 1, 4)], layout=layout)
     assert samples_in([batch, torch.ones(3, 5)], [3, 5]) == 3 and samples_in(batch, []) == 3
-
-
-@pytest.mark.parametrize("method", ["begin_batch", "after_backward", "before_step", "statistics"])
-def test_an_estimator_that_fails_leaves_it_to_pairs_of_steps(tmp_path, monkeypatch, method):
-    def fail(*arguments):
-        raise OSError("unforeseen\nin detail")
-
-    monkeypatch.setattr(SampleGradients, method, fail)
-    assert "fails (OSError: unforeseen)" in went_on(tmp_path, Regressor())
-
-
-@pytest.mark.parametrize("method", ["begin_batch", "before_step"])
-def test_where_nothing_can_be_measured_the_size_stays(tmp_path, monkeypatch, method):
-    def fail(*arguments):
-        raise OSError("unforeseen")
-
-    monkeypatch.setattr(StepPairs, method, fail)
-    module, callback = Regressor(), growing(estimator="steps")
-    with pytest.warns(UserWarning, match=r"estimator='steps'\) fails .OSError: unforeseen.*schedule="):
-        trainer_for(tmp_path, callback).fit(module, DataLoader(regression(), batch_size=4))
-    assert set(module.sizes) == {4} and callback.records == []
-
-
-class Partitioned(torch.optim.SGD):
-    """Steps on a flat copy of the weights that gets its gradients within the step, as DeepSpeed's ZeRO does."""
-
-    def __init__(self, parameters, lr):
-        self.weights = list(parameters)
-        super().__init__([nn.utils.parameters_to_vector(self.weights).detach().requires_grad_()], lr)
-
-    def step(self, closure=None):
-        loss = None if closure is None else closure()
-        (flat,) = self.param_groups[0]["params"]
-        flat.grad = torch.cat([weight.grad.flatten() for weight in self.weights])
-        super().step()
-        nn.utils.vector_to_parameters(flat.detach(), self.weights)
-        flat.grad = None
-        return loss
-
-
-def test_an_optimizer_that_keeps_its_gradients_leaves_the_size_and_is_named(tmp_path):
-    class PartitionedRegressor(Regressor):
-        def configure_optimizers(self):
-            return Partitioned(self.parameters(), lr=0.02)
-
-    module = PartitionedRegressor()
-    with pytest.warns(UserWarning, match="finds no gradients in the parameters of Partitioned.*schedule="):
-        trainer_for(tmp_path, growing(estimator="steps")).fit(module, DataLoader(regression(), batch_size=4))
-    assert module.sizes == EPOCHS * 10 * [4]
 
 
 # --- optimizers that come and go
@@ -304,11 +264,10 @@ class Changing(Manual):
         self.zero_grad()
 
 
-@pytest.mark.parametrize("estimator", ["layers", "steps"])
 @pytest.mark.parametrize("numbers", [(1, 2, 2), (1, 2, 1)])
 @pytest.mark.parametrize("theta", [None, 0.02])
-def test_optimizers_may_come_and_go(tmp_path, numbers, estimator, theta):
-    module, callback = Changing(*numbers), growing(theta=theta, estimator=estimator)
+def test_optimizers_may_come_and_go(tmp_path, numbers, theta):
+    module, callback = Changing(*numbers), growing(theta=theta)
     trainer_for(tmp_path, callback).fit(module, DataLoader(regression(), batch_size=4))
     state = callback.state_dict()["measurement"]
     assert sum(module.sizes) == EPOCHS * 40 and len(state["noise"]) == numbers[-1]
@@ -352,10 +311,9 @@ class Outgrown(Regressor):
             self.trainer.strategy.setup_optimizers(self.trainer)
 
 
-@pytest.mark.parametrize("estimator", ["layers", "steps"])
 @pytest.mark.parametrize("every_n_steps", [1, 2])
-def test_layers_may_come_and_go(tmp_path, estimator, every_n_steps):
-    callback = GrowingBatchSize(estimator=NoiseEstimator(estimator, every_n_steps))
+def test_layers_may_come_and_go(tmp_path, every_n_steps):
+    callback = GrowingBatchSize(estimator=NoiseEstimator("layers", every_n_steps))
     trainer_for(tmp_path, callback).fit(Outgrown(), DataLoader(regression(), batch_size=4))
     assert callback.records[-1]["samples"] > (EPOCHS * 40) - 4 * every_n_steps - 1
 
@@ -382,9 +340,8 @@ def test_sizes_set_by_hand_do_not_need_to_know_of_steps(tmp_path):
 
 
 @pytest.mark.parametrize("module", [Raw, Unwrapping])
-@pytest.mark.parametrize("estimator", ["layers", "steps"])
-def test_steps_that_cannot_be_measured_are_told_of_with_the_remedy(tmp_path, module, estimator):
-    raw, callback = module(), growing(estimator=estimator)
+def test_steps_that_cannot_be_measured_are_told_of_with_the_remedy(tmp_path, module):
+    raw, callback = module(), growing()
     with pytest.warns(UserWarning, match=rf"steps of {module.__name__}.*step what self.optimizers\(\) returns") as told:
         trainer_for(tmp_path, callback).fit(raw, DataLoader(regression(), batch_size=4))
     assert set(raw.sizes) == {4} and sum("GrowingBatchSize" in str(warning.message) for warning in told) == 1
@@ -801,3 +758,11 @@ def test_other_processes_are_refused_within_an_epoch(tmp_path, whole):
     torch.save(checkpoint, tmp_path / "two.ckpt")
     with pytest.raises(MisconfigurationException, match="by 2 processes, but now there are 1"):
         train(tmp_path, Regressor(), LOADERS["ordered"](), ckpt_path=tmp_path / "two.ckpt")
+
+
+def test_a_state_of_version_0_2_is_refused_with_the_remedy():
+    state = {
+        name: value for name, value in GrowingBatchSize().state_dict().items() if name not in ("looks_at", "schedule")
+    }
+    with pytest.raises(MisconfigurationException, match=r"lightning_struct 0\.2\.0 or older.*finish the run with the"):
+        GrowingBatchSize().load_state_dict(state)

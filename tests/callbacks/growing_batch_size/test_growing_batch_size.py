@@ -390,9 +390,9 @@ def test_wrong_arguments_are_named_with_their_values(of, name, values):
 
 
 def test_arguments_at_the_end_of_their_range_are_taken():
-    rule, estimator = ValidationRule(growth=1, window=1), NoiseEstimator("steps", probes=None)
+    rule, estimator = ValidationRule(growth=1, window=1), NoiseEstimator("parts", probes=None)
     assert GrowingBatchSize(max_overhead=1, validation=rule, estimator=estimator).estimator is estimator
-    assert GrowingBatchSize(estimator="steps").estimator == NoiseEstimator("steps")
+    assert GrowingBatchSize(estimator="parts").estimator == NoiseEstimator("parts")
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ def test_streams_are_read_once(tmp_path, stream, workers):
 def test_the_sizes_expected_of_a_stream_are_those_that_were_read(tmp_path, stream, workers):
     class Looking(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            expected.append((growing._active_fit.growth.expected_sizes(), [len(batch)]))
+            expected.append((growing._present_fit.growth.expected_sizes(), [len(batch)]))
 
     growing, expected = Growing([4, 4, 8]), []
     fit(tmp_path, DataLoader(stream(range(45)), 2, num_workers=workers), growing=growing, callbacks=[Looking()])

@@ -38,8 +38,8 @@ def test_nothing_is_known_before_the_first_measurement():
 
 
 def test_a_state_goes_on_to_the_same_average():
-    noise, resumed = averaged(measured(16.0, 4.0)), NoiseScale()
-    resumed.load_state_dict(noise.state_dict())
+    noise = averaged(measured(16.0, 4.0))
+    resumed = NoiseScale(**vars(noise))
     for average in (noise, resumed):
         average.update(measured(4.0, 9.0))
     assert (resumed.variance, resumed.value) == (noise.variance, noise.value)

@@ -129,6 +129,6 @@ def test_another_rule_is_contradictory(other):
         GrowingBatchSize(schedule="0:8", **other)
 
 
-@pytest.mark.parametrize("other", [{"theta": math.inf}, {"scale_lr": "adascale", "estimator": "steps"}])
+@pytest.mark.parametrize("other", [{"theta": math.inf}, {"scale_lr": "adascale", "estimator": "layers"}])
 def test_what_has_a_meaning_beside_a_schedule_is_taken(other):
     GrowingBatchSize(schedule="0:8", **other)

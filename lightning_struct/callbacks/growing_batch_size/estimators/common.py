@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics
 from lightning_struct.collective import all_gather_objects, all_reduce, world_size
 from lightning_struct.functional.checks import first_line
-from lightning_struct.functional.torch_tools import norms_of_each, tree_leaves
+from lightning_struct.functional.torch_tools import tree_leaves
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check, check_positive
 
@@ -26,8 +26,7 @@ class NoiseEstimator:
 
     Args:
         kind: ``"layers"`` by hooks on the layers, ``"parts"`` by differences between the parts of a step (its backward
-            passes, of several processes or accumulated batches), ``"steps"`` by differences between consecutive steps;
-            ``"auto"`` chooses.
+            passes, of several processes or accumulated batches); ``"auto"`` chooses.
         every_n_steps: optimizer steps between two checks; None: as the ``max_overhead`` of GrowingBatchSize allows, and
             each step if nothing has to be measured.
         probes: of ``"layers"``: number of random projections that estimate, without bias, the gradient norms of layers
@@ -42,12 +41,12 @@ class NoiseEstimator:
         NoiseEstimator(kind='layers', every_n_steps=None, probes=None)
     """
 
-    kind: Literal["auto", "layers", "parts", "steps"] = "auto"
+    kind: Literal["auto", "layers", "parts"] = "auto"
     every_n_steps: int | None = None
     probes: int | None = 8
 
     def __post_init__(self) -> None:
-        kinds = ("auto", "layers", "parts", "steps")
+        kinds = ("auto", "layers", "parts")
         check("estimator", self.kind, self.kind in kinds, f"one of {', '.join(map(repr, kinds))}")
         check_positive(every_n_steps=self.every_n_steps, probes=self.probes)
 
@@ -60,22 +59,12 @@ class GradientNotFinite(Exception):
     """A gradient is NaN or infinite, and the step is not measured. It is raised in all processes alike."""
 
 
-def check_finite(value: float) -> None:
-    """Check a norm of a gradient, before it is used.
-
-    Raises:
-        GradientNotFinite: it is NaN or infinite.
-    """
-    if not math.isfinite(value):
-        raise GradientNotFinite
-
-
 class LocalFaults:
-    """Errors of one process, which goes on to take part in what all do together, until all are told.
+    """Errors of one process, which goes on to take part in what all do together, until all know of them.
 
     Example:
         >>> faults, norm = LocalFaults(), torch.zeros(1)
-        >>> with faults.kept():
+        >>> with faults.deferred():
         ...     norm = torch.ones(2) @ torch.ones(3)
         >>> try:
         ...     faults.summed(norm)
@@ -87,29 +76,25 @@ class LocalFaults:
     def __init__(self) -> None:
         self._first: str | None = None
 
-    def keep(self, error: Exception) -> None:
+    def defer(self, error: Exception) -> None:
+        """Keep an error for the next :meth:`summed`."""
         self._first = self._first or first_line(error)
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Context manager that keeps an error and ends there."""
+    def deferred(self) -> Iterator[None]:
+        """Context manager that defers an error, and ends there."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - measuring must not end a training
-            self.keep(error)
-
-    def take(self) -> str | None:
-        """Return the error, and forget it."""
-        first, self._first = self._first, None
-        return first
+            self.defer(error)
 
     def summed(self, values: Tensor) -> Tensor:
         """(k,), on the CPU: the values (k,), each summed over the processes; one collective.
 
         Raises:
-            Unmeasurable: a process has kept an error.
+            Unmeasurable: a process has deferred an error since the last call.
         """
-        own = self.take()
+        own, self._first = self._first, None
         sums = all_reduce(torch.cat([values, values.new_full((1,), float(own is not None))])).cpu()
         if sums[-1] > 0:
             raise Unmeasurable(f"fails ({next(fault for fault in all_gather_objects(own) if fault is not None)})")
@@ -220,41 +205,12 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     return gradient.coalesce() if gradient.is_sparse else gradient
 
 
-def share(parameter: nn.Parameter, in_parts: bool = False) -> float:
-    """Weight of the part that a process holds, in a sum over all processes: 1/P where each of P holds the whole.
-
-    ``in_parts``: a gradient that is a plain tensor is a part of the whole too.
-    """
+def share(parameter: nn.Parameter) -> float:
+    """Weight of the part that a process holds, in a sum over all processes: 1/P where each of P holds the whole."""
     gradient: Any = parameter.grad
-    if in_parts and not hasattr(gradient, "placements"):
-        return 1.0
     placements = getattr(gradient, "placements", ())
     shards = math.prod(gradient.device_mesh.size(i) for i, place in enumerate(placements) if place.is_shard())
     return shards / world_size()
-
-
-def squared_norm(tensors: Sequence[Tensor], weights: Sequence[float], device: torch.device) -> Tensor:
-    """Σ w‖t‖², a scalar on ``device``, see :func:`sum_of_squares`.
-
-    The norms of numbers of 16 bits are taken in float32; sparse tensors are coalesced.
-    """
-    total = sum_of_squares([], device)
-    groups: dict[tuple[float, torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor, weight in zip(tensors, weights, strict=True):
-        values = tensor.values() if tensor.is_sparse else tensor
-        groups.setdefault((weight, values.device, values.dtype), []).append(values)
-    for (weight, _, dtype), group in groups.items():
-        norms = norms_of_each(group, torch.float32 if dtype.itemsize < 4 else None)
-        total += weight * sum_of_squares([torch.stack(norms)], device)
-    return total
-
-
-def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """A scalar on ``device``, in float64 where that has it."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    if not tensors:
-        return torch.zeros((), dtype=dtype, device=device)
-    return torch.cat([tensor.to(device).reshape(-1) for tensor in tensors]).to(dtype).square().sum()
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -13,15 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
-from lightning_struct.callbacks.growing_batch_size.estimators.cadence import (
-    LAYERS_BY_RULES,
-    LAYERS_CONVOLVE,
-    LAYERS_RUN_AGAIN,
-)
 from lightning_struct.callbacks.growing_batch_size.estimators.common import (
     GradientEstimator,
+    GradientNotFinite,
     Unmeasurable,
-    check_finite,
     leading_sizes,
 )
 from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics, relative_variance
@@ -50,6 +45,9 @@ MEASURED_PART = 0.5
 
 # In a reason for which a parameter cannot be measured.
 SHAPE = re.compile(r"\([\d, ]+\)")
+
+# Time of a measurement, in steps, at most: by rules alone, with convolutions, and if layers have to be run again.
+BY_RULES, CONVOLVED, RUN_AGAIN = 1.0, 1.6, 3.4
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -93,18 +91,21 @@ class SampleGradients(GradientEstimator):
         refuse_sharded_weights(trainer, "GrowingBatchSize(estimator='layers')")
         super().__init__(trainer, module)
         layers = [layer for layer in module.modules() if any(True for _ in layer.parameters(recurse=False))]
-        self.every_n_steps = every_n_steps or math.ceil(_steps_of_a_measurement(layers) / max_overhead)
+        steps = CONVOLVED if any(isinstance(layer, CONVOLUTIONS) for layer in layers) else BY_RULES
+        steps = RUN_AGAIN if any(runs_again(layer) for layer in layers) else steps
+        self.every_n_steps = every_n_steps or math.ceil(steps / max_overhead)
         self._recorder = GradientNormRecorder(
             module, probes=probes, uncovered="skip", part=(trainer.global_rank, trainer.world_size)
         )
-        self._recorder.ambiguous = any(_puts_sequences_first(layer) for layer in module.modules())
+        sequential = [layer for layer in layers if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention))]
+        self._recorder.ambiguous = any(not layer.batch_first for layer in sequential)  # positions may come first
         self._squared_norms: dict[nn.Parameter, Tensor] = {}
         self._checksums: dict[str, Checksums] = {}
         self._unmeasured: set[Optimizer] = set()
         self._of_batch: dict[int, GradientStatistics] = {}
         self._names: dict[nn.Parameter, str] = {}
         self._left_out: dict[str, str] = {}
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._checked = 0
         self._measuring = False
 
@@ -156,7 +157,7 @@ class SampleGradients(GradientEstimator):
         if not any(p.grad is not None for p in parameters):
             return
         results: dict[nn.Parameter, ParameterNorms] = {}
-        with self.faults.kept():
+        with self.faults.deferred():
             results = self._measured()
             if not results.keys() & set(parameters) <= self._squared_norms.keys():
                 self.after_backward()  # of loss.backward(), which calls no hook
@@ -173,10 +174,17 @@ class SampleGradients(GradientEstimator):
                     f"can measure none, or a small part, of the gradient of {type(optimizer).__name__}"
                     + "".join(f"; {names}: {reason}" for names, reason in _by_reason(self._left_out))
                 )
-        self._tell_left_out()
+        new = {name: reason for name, reason in self._left_out.items() if name not in self._warned}
+        self._warned.update(new)
+        for names, reason in _by_reason(new):
+            rank_zero_warn(
+                f"GrowingBatchSize leaves {names} out of the variance of the gradients, and goes by the others: "
+                f"{reason}"
+            )
         if n == 0:
             return
-        check_finite(variance + gradient)
+        if not math.isfinite(variance + gradient):
+            raise GradientNotFinite
         unscaled = (loss_scale(self._trainer) or 1.0) ** 2
         measured = GradientStatistics(n, variance / unscaled if n > 1 else None, gradient / unscaled, None)
         number = self._trainer.optimizers.index(optimizer)
@@ -208,57 +216,39 @@ class SampleGradients(GradientEstimator):
     def _reduced(
         self, parameters: list[nn.Parameter], results: dict[nn.Parameter, ParameterNorms]
     ) -> tuple[int, float, float]:
-        """n, ‖Var‖₁ and ‖G‖² of the measured parameters, over all processes; zeros where these are a small part."""
-        uncovered = self._recorder.uncovered
+        """n, ‖Var‖₁ and ‖G‖² of the measured parameters, over all processes; zeros if these are a small part."""
+        names, uncovered = [self._names[parameter] for parameter in parameters], self._recorder.uncovered
+        # of each parameter: Σ‖cᵢ‖², ‖G‖² as measured and as it is now, n, and whether it could not be measured
         sums = torch.zeros(5, len(parameters), dtype=torch.float64, device=self._module.device)
-        with self.faults.kept():
-            self._add_sums_(sums, parameters, results, uncovered)
+        with self.faults.deferred():
+            measured = [i for i, parameter in enumerate(parameters) if parameter in results]
+            of_passes = [results[parameters[i]].squared_norms for i in measured]
+            with_gradient = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
+            sums[2, with_gradient] = torch.stack([_squared_norm(parameters[i]).double() for i in with_gradient])
+            if measured:
+                vectors = [torch.cat(vectors).double() for vectors in of_passes]
+                sums[0, measured] = pad_sequence(vectors, batch_first=True).sum(1)
+                sums[1, measured] = torch.stack([self._squared_norms[parameters[i]].double() for i in measured])
+            counts = [0] * len(parameters)
+            for i, vectors in zip(measured, of_passes, strict=True):
+                counts[i] = sum(len(squared_norms) for squared_norms in vectors)
+            sums[3:] = torch.tensor([counts, [name in uncovered for name in names]], dtype=torch.float64)
         share, gradient, present, count, not_covered = self.faults.summed(sums.flatten()).view(5, -1)
         # DDP averages the gradients: a process's share of its own is a share of G times the number of processes.
         share, gradient = share / world_size() ** 2, gradient / world_size()
-        self._leave_out(
-            {
-                self._names[parameter]: uncovered.get(
-                    self._names[parameter], "it could not be measured in another process"
-                )
-                for parameter, somewhere in zip(parameters, not_covered, strict=True)
-                if somewhere
-            }
-        )
-        for i, parameter in enumerate(parameters):
-            if self._names[parameter] in self._left_out:
-                count[i] = 0
+        elsewhere = "it could not be measured in another process"
+        hidden = [name for name, somewhere in zip(names, not_covered, strict=True) if somewhere]
+        self._left_out = {name: uncovered.get(name, elsewhere) for name in hidden} | self._left_out
+        count[[i for i, name in enumerate(names) if name in self._left_out]] = 0
         # the gradients may have been clipped since they were measured: hence both sums of what they are now
-        counts = (count > 0) | torch.tensor([p.numel() > 1 for p in parameters], device=count.device)
-        if present[count > 0].sum() < MEASURED_PART * present[counts].sum():
+        counts_alone = torch.tensor([p.numel() > 1 for p in parameters], device=count.device)
+        if present[count > 0].sum() < MEASURED_PART * present[(count > 0) | counts_alone].sum():
             return 0, 0.0, 0.0
         n = int(count.max())
         used = count > (1 if n > 1 else 0)
         m, c, g = count[used], share[used], gradient[used]
         variance = (m / (m - 1) * (c - g / m)).sum().item() if n > 1 else 0.0
         return n, n * max(variance, 0.0), g.sum().item()
-
-    def _add_sums_(
-        self,
-        sums: Tensor,
-        parameters: list[nn.Parameter],
-        results: dict[nn.Parameter, ParameterNorms],
-        uncovered: dict[str, str],
-    ) -> None:
-        """Write what this process knows of each parameter: Σ‖cᵢ‖², ‖G‖² as measured and as now, n, if uncovered."""
-        measured = [i for i, parameter in enumerate(parameters) if parameter in results]
-        of_passes = [results[parameters[i]].squared_norms for i in measured]
-        with_gradient = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
-        sums[2, with_gradient] = torch.stack([_squared_norm(parameters[i]).double() for i in with_gradient])
-        if measured:
-            vectors = [torch.cat(vectors).double() for vectors in of_passes]
-            sums[0, measured] = pad_sequence(vectors, batch_first=True).sum(1)
-            sums[1, measured] = torch.stack([self._squared_norms[parameters[i]].double() for i in measured])
-        counts = [0] * len(parameters)
-        for i, vectors in zip(measured, of_passes, strict=True):
-            counts[i] = sum(len(squared_norms) for squared_norms in vectors)
-        hidden = [self._names[parameter] in uncovered for parameter in parameters]
-        sums[3:] = torch.tensor([counts, hidden], dtype=torch.float64)
 
     def _verify(self, parameters: list[nn.Parameter]) -> None:
         """Leave out parameters whose gradients are not the sum of the measured shares, over all processes.
@@ -268,7 +258,7 @@ class SampleGradients(GradientEstimator):
         """
         names = [self._names[parameter] for parameter in parameters]
         rows = torch.zeros(len(names), 6, dtype=torch.float64, device=self._module.device)
-        with self.faults.kept():
+        with self.faults.deferred():
             for row, of in zip(rows, map(self._checksums.get, names), strict=True):
                 if of is not None:
                     bounds = torch.stack([of.scale * of.tolerance, of.scale])
@@ -277,31 +267,7 @@ class SampleGradients(GradientEstimator):
         error, bound, scale = sums[:, :-2].square().mean(1).sqrt(), sums[:, -2], sums[:, -1]
         # Some gradients are nothing but rounding, as of attention's key biases, which its softmax takes away.
         differs = (error > bound) & (error > NEGLIGIBLE * torch.linalg.vector_norm(scale))
-        self._leave_out({name: CHANGED for name, wrong in zip(names, differs, strict=True) if wrong})
-
-    def _leave_out(self, reasons: dict[str, str]) -> None:
-        self._left_out = reasons | self._left_out
-
-    def _tell_left_out(self) -> None:
-        new = {name: reason for name, reason in self._left_out.items() if name not in self._told}
-        self._told.update(new)
-        for names, reason in _by_reason(new):
-            rank_zero_warn(
-                f"GrowingBatchSize leaves {names} out of the variance of the gradients, and goes by the others: "
-                f"{reason}"
-            )
-
-
-def _steps_of_a_measurement(layers: list[nn.Module]) -> float:
-    """The time of a measurement, in steps."""
-    if any(runs_again(layer) for layer in layers):
-        return LAYERS_RUN_AGAIN
-    return LAYERS_CONVOLVE if any(isinstance(layer, CONVOLUTIONS) for layer in layers) else LAYERS_BY_RULES
-
-
-def _puts_sequences_first(layer: nn.Module) -> bool:
-    """Whether the first dimension of what a layer reads is that of the positions."""
-    return isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and not layer.batch_first
+        self._left_out = {name: CHANGED for name, wrong in zip(names, differs, strict=True) if wrong} | self._left_out
 
 
 def _squared_norm(parameter: nn.Parameter) -> Tensor:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_struct.callbacks.growing_batch_size.estimators.cadence import PlannedEstimator
 from lightning_struct.callbacks.growing_batch_size.estimators.common import (
+    GradientEstimator,
+    GradientNotFinite,
     Unmeasurable,
-    check_finite,
     is_compiled,
     local_gradient,
     share,
-    squared_norm,
-    sum_of_squares,
 )
 from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics, statistics_of_parts
 from lightning_struct.collective import world_size
 from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
+from lightning_struct.functional.torch_tools import norms_of_each, numbers_of_outputs
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.distributed import (
     data_parallel_size,
@@ -34,8 +34,93 @@ from lightning_struct.utilities.distributed import (
 from lightning_struct.utilities.lightning_internals import gradient_scale, loss_scale
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
 
-class BackwardPasses(PlannedEstimator):
+# Nodes of autograd whose outputs are views: nothing is moved in memory.
+VIEWS = {
+    *("AccumulateGrad", "Alias", "AsStrided", "Chunk", "Detach", "Diagonal", "Expand", "Movedim", "Narrow", "Permute"),
+    *("ReshapeAlias", "Select", "Slice", "Split", "Squeeze", "SwapDims", "T", "Transpose", "Unbind", "Unflatten"),
+    *("Unfold", "UnsafeView", "Unsqueeze", "View"),
+}
+
+# Time of the calls from Python, where tensors are so small that nothing else counts: it was at most .25 of a step.
+CALLS = 0.25
+
+
+def moved_in_backward(loss: Tensor) -> int:
+    """Numbers in all intermediate results between the parameters and ``loss``, but views."""
+    seen: set[Node] = set()
+    stack: list[Node | None] = [loss.grad_fn]
+    total = 0
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        stack += [following for following, _ in node.next_functions]
+        name = node.name().rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
+        if name not in VIEWS:
+            total += numbers_of_outputs(node)
+    return total
+
+
+class Cadence:
+    """Optimizer steps from one measurement to the next, counted and not timed: runs with one seed measure alike.
+
+    Work is counted in passes over the memory of the parameters: a pass reads or writes as many numbers as there are
+    parameters. A step writes the gradients; the optimizer reads them, reads and writes the parameters, and reads and
+    writes what it keeps of each. Each intermediate result is written and read, and so is its gradient. That is the
+    least: products of matrices take longer, how much depends on the machine. Counted is the first step; what depends on
+    the samples grows with their number.
+
+    Args:
+        every_n_steps: if it is not to be chosen.
+        max_overhead: share of the time of the steps that measuring may take.
+
+    Attributes:
+        counts: the counted numbers of the first step; ``samples`` is 0 until it has ended.
+    """
+
+    def __init__(self, every_n_steps: int | None, max_overhead: float) -> None:
+        self._given, self._max_overhead = every_n_steps, max_overhead
+        self.counts = dict.fromkeys(("samples", "parameters", "states", "intermediate"), 0)
+        self._stepped: list[tuple[Optimizer, list[Tensor]]] = []
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether the step under way is the one to be counted."""
+        return self._given is None and self.counts["samples"] == 0
+
+    def count_backward(self, loss: Tensor) -> None:
+        if self.is_counting:
+            self.counts["intermediate"] += moved_in_backward(loss)
+
+    def count_step(self, optimizer: Optimizer) -> None:
+        if self.is_counting:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self._stepped.append((optimizer, parameters))
+
+    def end_count(self, samples: int) -> None:
+        """End the step that is counted, of so many samples, after its optimizers have stepped."""
+        self.counts["samples"] = samples
+        for optimizer, parameters in self._stepped:
+            values = [value for p in parameters for value in optimizer.state.get(p, {}).values()]
+            self.counts["states"] += sum(value.numel() for value in values if isinstance(value, Tensor))
+            self.counts["parameters"] += sum(parameter.numel() for parameter in parameters)
+        self._stepped.clear()
+
+    def every_n_steps(self, samples: int, passes: float) -> int:
+        """Steps from one measurement to the next that a measurement of so many passes allows, on so many samples."""
+        if self._given is not None:
+            return self._given
+        counts = self.counts
+        intermediate = counts["intermediate"] * samples / max(counts["samples"], 1)
+        of_step = 4 + (2 * counts["states"] + 4 * intermediate) / max(counts["parameters"], 1)
+        return max(1, math.ceil(max(CALLS, passes / of_step) / self._max_overhead))
+
+
+class BackwardPasses(GradientEstimator):
     """Compares the gradients of single backward passes with the one that an optimizer steps by, which is their mean.
 
     A backward pass is that of one process on one of the accumulated batches; hooks on the parameters see its gradient
@@ -47,7 +132,7 @@ class BackwardPasses(PlannedEstimator):
         trainer: in fit.
         module: the one that is trained, without a wrapper around it.
         every_n_steps: steps from one measurement to the next; None: chosen.
-        max_overhead: see :class:`~lightning_struct.callbacks.growing_batch_size.estimators.cadence.Cadence`.
+        max_overhead: see :class:`Cadence`.
 
     Raises:
         MisconfigurationException: manual optimization, weights that are sharded in another way than by FSDP2 alone, or
@@ -64,7 +149,11 @@ class BackwardPasses(PlannedEstimator):
                 f"GrowingBatchSize(estimator='parts') compares the gradients of several backward passes of a step, but "
                 f"{problem}"
             )
-        super().__init__(trainer, module, every_n_steps, max_overhead)
+        super().__init__(trainer, module)
+        self._cadence = Cadence(every_n_steps, max_overhead)
+        self.every_n_steps = every_n_steps or 1
+        self._step = 0  # number of the present one
+        self._due = 0  # number of the step that is measured next; 0 before the first step
         self._handles: list[RemovableHandle] = []
         self._norms: list[Tensor] = []
         self._hooked: set[str] = set()
@@ -83,6 +172,9 @@ class BackwardPasses(PlannedEstimator):
         elif not self._handles:
             self._attach()
 
+    def before_backward(self, loss: Tensor) -> None:
+        self._cadence.count_backward(loss)
+
     def after_backward(self) -> None:
         self._passes += 1
 
@@ -93,15 +185,20 @@ class BackwardPasses(PlannedEstimator):
         parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         unhooked = {name: parameter for name, parameter in parameters.items() if name not in self._hooked}
         sums = sum_of_squares([], self._module.device).repeat(3)
-        with torch.no_grad(), self.faults.kept():
+        with torch.no_grad(), self.faults.deferred():
             of_passes = sum_of_squares(self._norms, self._module.device) / (loss_scale(self._trainer) or 1.0) ** 2
             sums = torch.stack(
                 [of_passes, *(self._squared_norm(optimizer, of.values()) for of in (parameters, unhooked))]
             )
         of_pass, of_mean, missed = self.faults.summed(sums).tolist()
-        check_finite(of_pass + of_mean)
-        if missed > 0:  # as of a layer that has been unfrozen since
-            self._look_again([name for name, p in unhooked.items() if p.grad is not None])
+        if not math.isfinite(of_pass + of_mean):
+            raise GradientNotFinite
+        if missed > 0:  # as of a layer that has been unfrozen since: hook anew for the next step
+            if self._has_missed:
+                names = [name for name, p in unhooked.items() if p.grad is not None]
+                raise Unmeasurable(f"does not see the gradients of single backward passes of {', '.join(names[:3])}")
+            self._has_missed = True
+            self.pause()
             return
         self._has_missed = False
         # the gradient of the step is the mean over processes of the sums over their passes
@@ -109,7 +206,7 @@ class BackwardPasses(PlannedEstimator):
         self._measured = of_pass, of_mean, self._passes * world_size()
 
     def statistics(self, samples: int) -> dict[int, GradientStatistics]:
-        if self._cadence.counts:
+        if self._cadence.is_counting:
             self._cadence.end_count(samples)
         elif self._measured is None:
             return {}
@@ -126,24 +223,27 @@ class BackwardPasses(PlannedEstimator):
         self._handles.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"has_missed": self._has_missed}
+        return {"due": self._due, "every_n_steps": self.every_n_steps, "cadence": dict(self._cadence.counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._has_missed = state["has_missed"]
+        self._due, self.every_n_steps = state["due"], state["every_n_steps"]
+        self._cadence.counts = dict(state["cadence"])
 
     def _squared_norm(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """This process's part of ‖∇‖² by which the optimizer is about to step, (), of some parameters."""
-        gradients = [(g, share(p)) for p in parameters if (g := local_gradient(p)) is not None]
-        norm = squared_norm([g for g, _ in gradients], [part for _, part in gradients], self._module.device)
-        return norm / gradient_scale(self._trainer, optimizer) ** 2
+        """This process's part of ‖∇‖² by which the optimizer is about to step, (), of some parameters.
 
-    def _look_again(self, names: list[str]) -> None:
-        """Hook the parameters anew for the next step; give up where that has not helped."""
-        if self._has_missed:
-            raise Unmeasurable(f"does not see the gradients of single backward passes of {', '.join(names[:3])}")
-        self._has_missed = True
-        self.pause()
+        The norms of numbers of 16 bits are taken in float32; sparse gradients are coalesced.
+        """
+        total = sum_of_squares([], self._module.device)
+        groups: dict[tuple[float, torch.device, torch.dtype], list[Tensor]] = {}
+        for parameter in parameters:
+            if (gradient := local_gradient(parameter)) is not None:
+                values = gradient.values() if gradient.is_sparse else gradient
+                groups.setdefault((share(parameter), values.device, values.dtype), []).append(values)
+        for (part, _, dtype), group in groups.items():
+            norms = norms_of_each(group, torch.float32 if dtype.itemsize < 4 else None)
+            total += part * sum_of_squares([torch.stack(norms)], self._module.device)
+        return total / gradient_scale(self._trainer, optimizer) ** 2
 
     def _attach(self) -> None:
         """Hook the parameters; those that are gathered for each forward pass, when they are there."""
@@ -152,7 +252,7 @@ class BackwardPasses(PlannedEstimator):
         hooked.clear()
 
         def note(gradient: Tensor) -> None:
-            with faults.kept():
+            with faults.deferred():
                 values = gradient.coalesce().values() if gradient.is_sparse else gradient
                 norms.append(torch.linalg.vector_norm(at_least_float32(values.detach())))
 
@@ -173,20 +273,25 @@ class BackwardPasses(PlannedEstimator):
 
 def why_not(trainer: L.Trainer) -> str | None:
     """The reason for which the backward passes of a step cannot be compared, and the remedy; None if they can."""
+    by_hand = "set the sizes by schedule=..."
     if not trainer.lightning_module.automatic_optimization:
         return (
-            "under manual optimization it is not known which of them make a step: use estimator='steps', which "
-            "compares consecutive steps"
+            f"under manual optimization it is not known which of them make a step: use estimator='layers', or {by_hand}"
         )
     if shards_weights(trainer) and not gathers_parameters(trainer):
-        return f"{type(trainer.strategy).__name__} shards the weights: use estimator='steps'"
+        return f"{type(trainer.strategy).__name__} shards the weights: {by_hand}"
     if data_parallel_size(trainer) != trainer.world_size:
-        return "some processes share their batches (tensor parallelism): use estimator='steps'"
+        return f"some processes share their batches (tensor parallelism): {by_hand}"
     if shards_weights(trainer) and any(is_compiled(layer) for layer in trainer.lightning_module.modules()):
-        return "the layers that gather sharded weights are compiled: use estimator='steps'"
+        return f"the layers that gather sharded weights are compiled: {by_hand}"
     if trainer.world_size * trainer.accumulate_grad_batches < 2:
-        return (
-            "each step has one: use several devices or Trainer(accumulate_grad_batches=2), or estimator='steps', which "
-            "compares consecutive steps"
-        )
+        return "each step has one: use several devices or Trainer(accumulate_grad_batches=2), or estimator='layers'"
     return None
+
+
+def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """A scalar on ``device``, in float64 where that has it."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if not tensors:
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.cat([tensor.to(device).reshape(-1) for tensor in tensors]).to(dtype).square().sum()

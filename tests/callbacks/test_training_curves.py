@@ -222,33 +222,6 @@ def test_older_records_of_training_are_thinned_and_validations_stay(tmp_path, mo
     assert [step for step, _ in column(curves, "val_loss")] == [3, 6, 9, 12, 15]
 
 
-def test_only_known_names_are_recorded(tmp_path):
-    curves = TrainingCurves()
-    fit(tmp_path, curves, Descent(("train_loss", "unheard_of")))
-    assert {name for record in curves.records for name in record} == {"seconds", "step", "train_loss"}
-
-
-def test_every_n_steps_thins_the_training_records(tmp_path):
-    curves = TrainingCurves(every_n_steps=3)
-    fit(tmp_path, curves)
-    assert [step for step, _ in column(curves, "train_loss")] == [3, 6]
-
-
-def test_seconds_do_not_run_backwards(tmp_path):
-    curves = TrainingCurves()
-    fit(tmp_path, curves)
-    seconds = [record["seconds"] for record in curves.records]
-    assert seconds == sorted(seconds) and 0 < seconds[0] and seconds[-1] <= curves.seconds
-
-
-def test_clock_stands_still_outside_of_training(tmp_path):
-    curves = TrainingCurves()
-    fit(tmp_path, curves)
-    stopped = curves.seconds
-    time.sleep(0.01)
-    assert curves.seconds == stopped
-
-
 def test_validation_outside_of_fit_is_not_recorded(tmp_path):
     curves = TrainingCurves()
     trainer = fit(tmp_path, curves)
@@ -265,47 +238,6 @@ def test_resumed_run_goes_on_with_records_and_clock(tmp_path):
     assert [step for step, _ in column(resumed, "train_loss")] == list(range(1, 10))
     assert resumed.records[: len(first.records)] == first.records
     assert resumed.records[len(first.records)]["seconds"] >= first.records[-1]["seconds"]
-
-
-def test_second_fit_adds_its_records(tmp_path):
-    curves, module = TrainingCurves(), Descent()
-    trainer = fit(tmp_path, curves, module, max_epochs=1)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module)
-    assert [step for step, _ in column(curves, "train_loss")] == [1, 2, 3, 4, 5, 6]
-
-
-def test_records_are_written_as_csv(tmp_path):
-    curves = TrainingCurves()
-    fit(tmp_path, curves)
-    with (tmp_path / "training_curves.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["val_loss"]) for row in rows if row["val_loss"]] == [8, 1]
-    assert len(rows) == len(curves.records)
-
-
-def test_picture_is_written_and_its_path_kept(tmp_path):
-    curves = TrainingCurves()
-    fit(tmp_path, curves)
-    assert curves.paths == [tmp_path / "training_curves.png", tmp_path / "training_curves.csv"]
-    assert (tmp_path / "training_curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_interrupted_run_is_written_too(tmp_path):
-    module = Descent()
-    module.fail_at = 4
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        fit(tmp_path, TrainingCurves(), module)
-    assert (tmp_path / "training_curves.csv").exists()
-
-
-def test_clock_stands_still_after_an_interruption(tmp_path):
-    module, curves = Descent(), TrainingCurves()
-    module.fail_at = 4
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        fit(tmp_path, curves, module)
-    seconds = curves.seconds
-    assert curves.seconds == seconds >= curves.records[-1]["seconds"] > 0
 
 
 def test_fast_dev_run_writes_nothing(tmp_path):
@@ -347,12 +279,6 @@ def test_each_validation_loader_has_a_curve_and_a_column(tmp_path):
     ]
 
 
-def test_plot_leaves_out_batch_sizes_that_were_not_logged(tmp_path):
-    curves = TrainingCurves()
-    fit(tmp_path, curves, Descent(("train_loss",)))
-    assert len(curves.plot()[1]) == 1
-
-
 @pytest.mark.parametrize(
     ("losses", "ticks"),
     [([84.1, 81.2, 79.9], ["80", "81", "82", "83", "84"]), ([300.0, 4.0], ["5", "10", "20", "50", "100", "200"])],
@@ -383,19 +309,6 @@ def test_losses_of_which_some_are_negative_have_a_linear_axis(losses, scale):
     assert curves.plot()[1][0].get_yscale() == scale
 
 
-def test_plot_names_its_units():
-    curves = TrainingCurves()
-    curves.records = [{"seconds": 0.1, "step": 1, "train_loss": 1.0, "batch_size": 4}]
-    _, axes = curves.plot()
-    assert [panel.get_xlabel() for panel in axes] == ["seconds of training"] * 2
-    assert [panel.get_ylabel() for panel in axes] == ["loss", "samples in a batch"]
-
-
-def test_plot_without_records_is_refused():
-    with pytest.raises(MisconfigurationException, match="no records"):
-        TrainingCurves().plot()
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [(0, "at least 1, but is 0")]
@@ -404,3 +317,35 @@ def test_plot_without_records_is_refused():
 def test_steps_between_records_must_be_a_positive_number(value, message):
     with pytest.raises(MisconfigurationException, match=f"every_n_steps must be {message}"):
         TrainingCurves(every_n_steps=value)
+
+
+def test_a_plot_without_records_is_refused():
+    with pytest.raises(MisconfigurationException, match="no records"):
+        TrainingCurves().plot()
+
+
+def test_the_clock_runs_in_training_alone_and_both_files_are_written(tmp_path):
+    curves = TrainingCurves(every_n_steps=3)
+    fit(tmp_path, curves, Descent(("train_loss", "unheard_of", "val_loss")))
+    seconds, stopped = [record["seconds"] for record in curves.records], curves.seconds
+    time.sleep(0.01)
+    assert seconds == sorted(seconds) and 0 < seconds[0] and seconds[-1] <= stopped == curves.seconds
+    assert {name for record in curves.records for name in record} == {"seconds", "step", "train_loss", "val_loss"}
+    assert [step for step, _ in column(curves, "train_loss")] == [3, 6]
+    assert curves.paths == [tmp_path / "training_curves.png", tmp_path / "training_curves.csv"]
+    assert curves.paths[0].read_bytes().startswith(b"\x89PNG")
+    with curves.paths[1].open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["val_loss"]) for row in rows if row["val_loss"]] == [8, 1] and len(rows) == len(curves.records)
+    (panel,) = curves.plot()[1]  # no batch size was logged
+    assert (panel.get_xlabel(), panel.get_ylabel()) == ("seconds of training", "loss")
+
+
+def test_an_interrupted_run_is_written_and_its_clock_stands_still(tmp_path):
+    module, curves = Descent(), TrainingCurves()
+    module.fail_at = 4
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(tmp_path, curves, module)
+    seconds = curves.seconds
+    assert curves.seconds == seconds >= curves.records[-1]["seconds"] > 0
+    assert (tmp_path / "training_curves.csv").exists()

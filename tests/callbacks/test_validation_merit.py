@@ -83,24 +83,51 @@ def inputs_of(batches):
 # Stopping
 
 
-def test_training_ends_after_so_many_validations_without_improvement(tmp_path):
-    trainer = fit(tmp_path, ScriptedNetwork([3, 2, 4, 3, 5, 1]), ValidationMeritStopping(patience=3))
-    assert trainer.global_step == 5
+class Always(ValidationMeritStopping):
+    def improves(self, value):
+        return True
 
 
-def test_an_improvement_starts_the_count_anew(tmp_path):
-    trainer = fit(tmp_path, ScriptedNetwork([3, 4, 4, 2, 4, 4]), ValidationMeritStopping(patience=3))
-    assert trainer.global_step == 6
+@pytest.mark.parametrize(
+    ("values", "stopping", "steps"),
+    [
+        ([3, 2, 4, 3, 5, 1], ValidationMeritStopping(patience=3), 5),
+        ([3, 4, 4, 2, 4, 4], ValidationMeritStopping(patience=3), 6),  # an improvement starts the count anew
+        ([3, 3, 3, 3], ValidationMeritStopping(patience=2), 3),
+        ([3, 2.8, 2.6, 1], ValidationMeritStopping(patience=2, min_delta=0.5), 3),
+        ([1, 2, 1, 1, 3], ValidationMeritStopping(patience=2, mode="max"), 4),
+        ([1, 2, 3, 4, 5, 6], Always(patience=1), 6),
+    ],
+)
+def test_training_ends_after_so_many_validations_without_improvement(tmp_path, values, stopping, steps):
+    assert fit(tmp_path, ScriptedNetwork(values), stopping, num_sanity_val_steps=1).global_step == steps
 
 
-def test_the_same_value_is_no_improvement(tmp_path):
-    trainer = fit(tmp_path, ScriptedNetwork([3, 3, 3, 3]), ValidationMeritStopping(patience=2))
-    assert trainer.global_step == 3
+@pytest.mark.parametrize(
+    ("stopping", "epochs", "restored"),
+    [({"patience": 2}, 6, 2), ({}, 4, 2), ({"restore_best": False}, 4, 4)],
+    ids=["patience ends", "training ends otherwise", "the last weights are kept"],
+)
+def test_the_best_weights_and_buffers_are_put_back(tmp_path, stopping, epochs, restored):
+    module, callback = ScriptedNetwork([3, 1, 2, 2]), ValidationMeritStopping(**stopping)
+    fit(tmp_path, module, callback, max_epochs=epochs)
+    assert module.layers.bias.item() == module.steps.item() == restored
+    assert (callback.best_value, callback.best_step, callback.wait) == (1, 2, 2)
 
 
-def test_a_small_improvement_counts_as_none(tmp_path):
-    trainer = fit(tmp_path, ScriptedNetwork([3, 2.8, 2.6, 1]), ValidationMeritStopping(patience=2, min_delta=0.5))
-    assert trainer.global_step == 3
+@pytest.mark.parametrize("same", ["nothing", "trainer", "trainer and module"])
+def test_another_trainer_or_module_begins_anew(tmp_path, same):
+    """As with the next fold of a cross-validation, whose module must not get the weights of the one before."""
+    callback, first = ValidationMeritStopping(patience=3), ScriptedNetwork([0.1, 0.5])
+    trainer = fit(tmp_path, first, callback, max_epochs=1)
+    module = first if same == "trainer and module" else ScriptedNetwork([0.5])
+    if same == "nothing":
+        trainer = make_trainer(tmp_path, callbacks=[callback], max_epochs=1, limit_val_batches=1)
+    else:
+        trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, draw_loader(draws=1), validation_loader(8))
+    expected = (pytest.approx(0.1), 1) if module is first else (0.5, 0)
+    assert ((callback.best_value, callback.wait), module.steps.item()) == (expected, 1)
 
 
 class SeldomLogging(ScriptedNetwork):
@@ -133,52 +160,7 @@ def test_a_resumed_run_need_not_log_the_monitor_at_once(tmp_path):
     assert (callback.best_value, callback.wait) == (2, 0)
 
 
-def test_more_can_be_better(tmp_path):
-    trainer = fit(tmp_path, ScriptedNetwork([1, 2, 1, 1, 3]), ValidationMeritStopping(patience=2, mode="max"))
-    assert trainer.global_step == 4
-
-
-def test_the_sanity_check_does_not_count(tmp_path):
-    callback = ValidationMeritStopping(mode="max")
-    fit(tmp_path, ScriptedNetwork([1, 2]), callback, max_epochs=2, num_sanity_val_steps=1)
-    assert callback.best_value == 2
-
-
-def test_another_rule_can_be_put_in_place(tmp_path):
-    class Always(ValidationMeritStopping):
-        def improves(self, value):
-            return True
-
-    trainer = fit(tmp_path, ScriptedNetwork([1, 2, 3, 4, 5, 6]), Always(patience=1))
-    assert trainer.global_step == 6
-
-
-def test_the_best_is_told(tmp_path):
-    callback = ValidationMeritStopping()
-    fit(tmp_path, ScriptedNetwork([3, 1, 2, 2]), callback, max_epochs=4)
-    assert (callback.best_value, callback.best_step, callback.wait) == (1, 2, 2)
-
-
 # Weights
-
-
-def test_best_weights_are_put_back_when_patience_ends(tmp_path):
-    module = ScriptedNetwork([3, 1, 2, 2])
-    fit(tmp_path, module, ValidationMeritStopping(patience=2))
-    assert module.layers.bias.item() == 2
-
-
-def test_best_weights_are_put_back_when_training_ends_otherwise(tmp_path):
-    module = ScriptedNetwork([3, 1, 2])
-    fit(tmp_path, module, ValidationMeritStopping(), max_epochs=3)
-    assert module.layers.bias.item() == 2
-
-
-def test_weights_of_another_module_are_not_put_back(tmp_path):
-    callback, second = ValidationMeritStopping(), ScriptedNetwork([3, 2, 4])
-    fit(tmp_path, ScriptedNetwork([1, 2, 3]), callback, max_epochs=3)
-    fit(tmp_path, second, callback, max_epochs=3)
-    assert (callback.best_value, second.layers.bias.item()) == (2, 2)
 
 
 def test_weights_that_are_put_back_are_told_of_once(tmp_path, caplog):
@@ -186,43 +168,6 @@ def test_weights_that_are_put_back_are_told_of_once(tmp_path, caplog):
         fit(tmp_path, ScriptedNetwork([3, 1, 2]), ValidationMeritStopping(), max_epochs=3)
     told = [record.getMessage() for record in caplog.records if "put back" in record.getMessage()]
     assert told == ["The weights of step 2 are put back: val_loss = 1"]
-
-
-def test_buffers_are_put_back_too(tmp_path):
-    module = ScriptedNetwork([3, 1, 2])
-    fit(tmp_path, module, ValidationMeritStopping(), max_epochs=3)
-    assert module.steps.item() == 2
-
-
-def test_the_last_weights_can_be_kept(tmp_path):
-    module = ScriptedNetwork([3, 1, 2])
-    fit(tmp_path, module, ValidationMeritStopping(restore_best=False), max_epochs=3)
-    assert module.layers.bias.item() == 3
-
-
-def test_another_trainer_begins_anew(tmp_path):
-    """As with the next fold of a cross-validation, whose module must not get the weights of the one before."""
-    callback = ValidationMeritStopping(patience=3)
-    fit(tmp_path, ScriptedNetwork([0.1]), callback, max_epochs=1)
-    module = ScriptedNetwork([0.5, 0.4, 0.6])
-    fit(tmp_path, module, callback, max_epochs=3)
-    assert (callback.best_value, callback.best_step, module.steps.item()) == (pytest.approx(0.4), 2, 2)
-
-
-def test_a_second_fit_of_one_trainer_goes_on(tmp_path):
-    callback, module = ValidationMeritStopping(patience=3), ScriptedNetwork([0.1, 0.5])
-    trainer = fit(tmp_path, module, callback, max_epochs=1)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, draw_loader(draws=1), validation_loader(8))
-    assert (callback.best_value, callback.wait, module.steps.item()) == (pytest.approx(0.1), 1, 1)
-
-
-def test_another_module_of_the_same_trainer_begins_anew(tmp_path):
-    callback, module = ValidationMeritStopping(), ScriptedNetwork([0.5])
-    trainer = fit(tmp_path, ScriptedNetwork([0.1]), callback, max_epochs=1)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, draw_loader(draws=1), validation_loader(8))
-    assert callback.best_value == 0.5 and module.steps.item() == 1
 
 
 class Pruned(ScriptedNetwork):
@@ -249,17 +194,11 @@ def fit_pruned(tmp_path, module, callback, is_first):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_best_weights_are_put_back_beside_a_pruning_that_becomes_permanent(tmp_path, is_first):
+def test_best_weights_are_put_back_beside_a_pruning_that_becomes_permanent(tmp_path, recwarn, is_first):
     module = Pruned([3, 1, 2])
     fit_pruned(tmp_path, module, ValidationMeritStopping(), is_first)
     assert set(module.layers.state_dict()) == {"weight", "bias"}
     assert sorted(module.layers.weight.flatten().tolist()) == [0, 2]
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_pruning_that_becomes_permanent_is_no_cause_for_a_warning(tmp_path, recwarn, is_first):
-    module, callback = Pruned([3, 1, 2]), ValidationMeritStopping()
-    fit_pruned(tmp_path, module, callback, is_first)
     assert not [warning for warning in recwarn if "ValidationMeritStopping" in str(warning.message)]
 
 
@@ -279,33 +218,23 @@ def test_a_module_that_has_changed_since_gets_what_fits_with_a_warning(tmp_path)
     assert module.layers.bias.item() == 2
 
 
-def test_checkpoints_of_the_course_hold_their_own_weights(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
-    module = ScriptedNetwork([3, 1, 2])
-    fit(tmp_path, module, ValidationMeritStopping(), callbacks=[checkpoint], max_epochs=3, enable_checkpointing=True)
-    saved = [torch.load(tmp_path / f"step={n}.ckpt")["state_dict"]["layers.bias"].item() for n in (1, 2, 3)]
-    assert saved == [1, 2, 3]
+def test_checkpoints_hold_their_own_weights_and_what_a_resumed_run_needs(tmp_path):
+    def saved(name):
+        return torch.load(tmp_path / name)["state_dict"]["layers.bias"].item()
 
-
-def test_a_checkpoint_after_fit_holds_the_best_weights(tmp_path):
-    trainer = fit(tmp_path, ScriptedNetwork([3, 1, 2]), ValidationMeritStopping(), max_epochs=3)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert torch.load(tmp_path / "last.ckpt")["state_dict"]["layers.bias"].item() == 2
-
-
-def test_a_last_checkpoint_that_is_the_only_one_holds_the_best_weights(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path, every_n_epochs=100, save_last=True)
-    module = ScriptedNetwork([3, 1, 2])
-    fit(tmp_path, module, ValidationMeritStopping(), callbacks=[checkpoint], max_epochs=3, enable_checkpointing=True)
-    assert torch.load(tmp_path / "last.ckpt")["state_dict"]["layers.bias"].item() == 2
-
-
-def test_the_best_weights_survive_a_resume(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
-    first, second = ScriptedNetwork([3, 1, 2]), ScriptedNetwork([2, 2])
-    fit(tmp_path, first, ValidationMeritStopping(), callbacks=[checkpoint], max_epochs=3, enable_checkpointing=True)
-    fit(tmp_path, second, ValidationMeritStopping(), tmp_path / "step=3.ckpt", max_epochs=5)
-    assert second.layers.bias.item() == 2
+    checkpoints = [
+        ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1),
+        ModelCheckpoint(tmp_path, every_n_epochs=100, save_last=True),  # saves nothing before the end
+    ]
+    options = {"callbacks": checkpoints, "max_epochs": 3, "enable_checkpointing": True}
+    trainer = fit(tmp_path, ScriptedNetwork([3, 1, 2]), ValidationMeritStopping(), **options)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    names = [f"step={n}.ckpt" for n in (1, 2, 3)]
+    assert [saved(name) for name in (*names, "last.ckpt", "after.ckpt")] == [1, 2, 3, 2, 2]
+    for epochs, steps in ((9, 5), (3, 3)):  # patience goes on; nothing is left to train
+        module, stopping = ScriptedNetwork([2] * 9), ValidationMeritStopping(patience=3)
+        resumed = fit(tmp_path, module, stopping, tmp_path / "step=3.ckpt", max_epochs=epochs)
+        assert (resumed.global_step, module.layers.bias.item()) == (steps, 2)
 
 
 class TwoMetrics(ScriptedNetwork):
@@ -320,24 +249,6 @@ def test_of_two_the_later_one_puts_its_best_weights_back(tmp_path, monitors, ste
     module = TwoMetrics([3, 1, 2])
     fit(tmp_path, module, first, callbacks=[second], max_epochs=3)
     assert module.layers.bias.item() == step == second.best_step
-
-
-def test_the_best_weights_come_back_where_nothing_is_left_to_train(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
-    first, second = ScriptedNetwork([3, 1, 2]), ScriptedNetwork()
-    fit(tmp_path, first, ValidationMeritStopping(), callbacks=[checkpoint], max_epochs=3, enable_checkpointing=True)
-    fit(tmp_path, second, ValidationMeritStopping(), tmp_path / "step=3.ckpt", max_epochs=3)
-    assert second.layers.bias.item() == 2
-
-
-def test_patience_goes_on_after_a_resume(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
-    stopping = ValidationMeritStopping(patience=3)
-    fit(tmp_path, ScriptedNetwork([1, 2, 2]), stopping, callbacks=[checkpoint], max_epochs=3, enable_checkpointing=True)
-    resumed = fit(
-        tmp_path, ScriptedNetwork([2] * 9), ValidationMeritStopping(patience=3), tmp_path / "step=3.ckpt", max_epochs=9
-    )
-    assert resumed.global_step == 4
 
 
 @pytest.mark.parametrize("step", [2, 4])
@@ -458,12 +369,6 @@ def test_an_empty_loader_before_others_does_no_harm(tmp_path):
     assert module.layers.bias.item() == 2
 
 
-def test_a_development_run_ends_with_its_weights(tmp_path):
-    module = ScriptedNetwork([3])
-    fit(tmp_path, module, ValidationMeritStopping(), max_epochs=1, fast_dev_run=True)
-    assert module.layers.bias.item() == 1
-
-
 class Manual(ScriptedNetwork):
     """Two optimizers by hand, both stepped in each batch."""
 
@@ -558,47 +463,9 @@ def test_the_merit_is_the_loss_on_all_validation_data(tmp_path):
     assert module.reports[0].merit == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_the_merit_is_evaluated_within_the_solve(tmp_path):
-    _, module = fit_shf(tmp_path)
-    assert len(module.reports[0].merits) > 1
-
-
 def test_data_is_given_once_and_taken_away(tmp_path, given):
     fit_shf(tmp_path, max_steps=7, max_epochs=-1)
     assert len(given) == 2 and given[1] is None
-
-
-def test_so_many_samples_are_chosen(tmp_path, given):
-    fit_shf(tmp_path, ValidationMeritStopping(merit_samples=11))
-    assert len(inputs_of(given[0]).unique(dim=0)) == 11
-
-
-def test_the_same_samples_are_chosen_again(tmp_path, given):
-    for _ in range(2):
-        fit_shf(tmp_path, ValidationMeritStopping(merit_samples=11))
-    assert torch.equal(inputs_of(given[0]), inputs_of(given[2]))
-
-
-def test_a_limit_of_validation_batches_holds(tmp_path, given):
-    fit_shf(tmp_path, limit_val_batches=2)
-    assert torch.equal(inputs_of(given[0]), regression_data(30, seed=1).tensors[0][:16])
-
-
-def test_validation_that_is_not_due_yet_is_read_all_the_same(tmp_path, given):
-    fit_shf(tmp_path, check_val_every_n_epoch=3, num_sanity_val_steps=0)
-    assert len(inputs_of(given[0])) == 30
-
-
-def test_a_shuffled_loader_is_read_in_order(tmp_path, given):
-    data = regression_data(30, seed=1)
-    fit_shf(tmp_path, validation=DataLoader(data, batch_size=8, shuffle=True))
-    assert torch.equal(inputs_of(given[0]), data.tensors[0])
-
-
-def test_the_samples_of_a_sampler_are_read(tmp_path, given):
-    data = regression_data(30, seed=1)
-    fit_shf(tmp_path, validation=DataLoader(data, batch_size=8, sampler=[3, 1, 2]))
-    assert torch.equal(inputs_of(given[0]), data.tensors[0][[3, 1, 2]])
 
 
 class WithoutLength(Sampler):
@@ -606,39 +473,6 @@ class WithoutLength(Sampler):
 
     def __iter__(self):
         return iter(range(9))
-
-
-@pytest.mark.parametrize("limit", [1.0, 2])
-def test_a_sampler_may_have_no_length(tmp_path, given, limit):
-    dataset = validation_loader().dataset
-    loader = DataLoader(dataset, batch_size=4, sampler=WithoutLength())
-    fit_shf(tmp_path, validation=loader, limit_val_batches=limit)
-    assert torch.equal(inputs_of(given[0]), dataset[: 9 if limit == 1.0 else 8][0])
-
-
-def test_the_collate_fn_of_the_loader_is_used(tmp_path, given):
-    def doubled(samples):
-        inputs, targets = zip(*samples, strict=True)
-        return 2 * torch.stack(inputs), torch.stack(targets)
-
-    data = regression_data(30, seed=1)
-    fit_shf(tmp_path, validation=DataLoader(data, batch_size=8, collate_fn=doubled))
-    assert torch.equal(inputs_of(given[0]), 2 * data.tensors[0])
-
-
-def test_a_loader_of_whole_batches_is_read(tmp_path, given):
-    data = regression_data(30, seed=1)
-    batches = BatchSampler(SequentialSampler(data), 8, drop_last=False)
-    fit_shf(tmp_path, validation=DataLoader(data, sampler=batches, batch_size=None))
-    assert torch.equal(inputs_of(given[0]), data.tensors[0])
-
-
-def test_a_loader_with_a_batch_sampler_is_read_in_batches(tmp_path, given):
-    data = regression_data(30, seed=1)
-    batches = BatchSampler([3, 1, 2, 0], 3, drop_last=False)
-    fit_shf(tmp_path, validation=DataLoader(data, batch_sampler=batches))
-    assert [len(targets) for _, targets in given[0]] == [3, 1]
-    assert torch.equal(inputs_of(given[0]), data.tensors[0][[3, 1, 2, 0]])
 
 
 class OddBatches(BatchSampler):
@@ -659,10 +493,52 @@ def stream():
     return DataLoader(Stream(), batch_size=8)
 
 
-@pytest.mark.parametrize("make", [odd_batches, stream])
-def test_loaders_with_an_order_of_their_own_are_read(tmp_path, given, make):
-    fit_shf(tmp_path, validation=make())
-    assert torch.equal(inputs_of(given[0]), regression_data(30, seed=1).tensors[0])
+def loader_of(**options):
+    return lambda: DataLoader(regression_data(30, seed=1), **({"batch_size": 8} | options))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "read"),
+    [
+        (validation_loader, {"limit_val_batches": 2}, range(16)),
+        (validation_loader, {"check_val_every_n_epoch": 3, "num_sanity_val_steps": 0}, range(30)),
+        (loader_of(shuffle=True), {}, range(30)),
+        (loader_of(sampler=[3, 1, 2]), {}, [3, 1, 2]),
+        (loader_of(batch_size=4, sampler=WithoutLength()), {}, range(9)),
+        (loader_of(batch_size=4, sampler=WithoutLength()), {"limit_val_batches": 2}, range(8)),
+        (whole_batches, {}, range(30)),
+        (odd_batches, {}, range(30)),
+        (stream, {}, range(30)),
+    ],
+)
+def test_the_validation_samples_of_any_loader_are_read(tmp_path, given, make, options, read):
+    fit_shf(tmp_path, validation=make(), **options)
+    assert torch.equal(inputs_of(given[0]), regression_data(30, seed=1).tensors[0][list(read)])
+
+
+def test_so_many_samples_are_chosen_always_the_same(tmp_path, given):
+    for _ in range(2):
+        fit_shf(tmp_path, ValidationMeritStopping(merit_samples=11))
+    assert len(inputs_of(given[0]).unique(dim=0)) == 11
+    assert torch.equal(inputs_of(given[0]), inputs_of(given[2]))
+
+
+def test_the_collate_fn_of_the_loader_is_used(tmp_path, given):
+    def doubled(samples):
+        inputs, targets = zip(*samples, strict=True)
+        return 2 * torch.stack(inputs), torch.stack(targets)
+
+    data = regression_data(30, seed=1)
+    fit_shf(tmp_path, validation=DataLoader(data, batch_size=8, collate_fn=doubled))
+    assert torch.equal(inputs_of(given[0]), 2 * data.tensors[0])
+
+
+def test_a_loader_with_a_batch_sampler_is_read_in_batches(tmp_path, given):
+    data = regression_data(30, seed=1)
+    batches = BatchSampler([3, 1, 2, 0], 3, drop_last=False)
+    fit_shf(tmp_path, validation=DataLoader(data, batch_sampler=batches))
+    assert [len(targets) for _, targets in given[0]] == [3, 1]
+    assert torch.equal(inputs_of(given[0]), data.tensors[0][[3, 1, 2, 0]])
 
 
 @pytest.mark.parametrize("make", [odd_batches, stream, whole_batches])
@@ -679,15 +555,6 @@ def test_several_loaders_make_one_merit(tmp_path, given):
 
     fit_shf(tmp_path, module=TwoLoaders(), validation=[validation_loader(9), validation_loader(5)])
     assert len(inputs_of(given[0])) == 14
-
-
-def test_transfer_hooks_of_the_module_are_applied(tmp_path, given):
-    class Scaling(SHFNetwork):
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            return 3 * batch[0], batch[1]
-
-    fit_shf(tmp_path, module=Scaling())
-    assert torch.equal(inputs_of(given[0]), 3 * regression_data(30, seed=1).tensors[0])
 
 
 def test_transfer_hooks_know_the_validation_and_its_loader(tmp_path, given):
@@ -772,25 +639,20 @@ def test_a_module_that_does_not_read_batches_is_refused_by_name(tmp_path):
         fit_shf(tmp_path, module=Manual())
 
 
-def test_a_monitor_that_is_not_logged_is_named(tmp_path):
-    with pytest.raises(
-        MisconfigurationException, match="monitors 'val_error', which is not logged; logged are: val_loss"
-    ):
-        fit(tmp_path, ScriptedNetwork([1]), ValidationMeritStopping("val_error"))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_first_value_that_is_not_finite_is_an_error(tmp_path, value):
-    with pytest.raises(MisconfigurationException, match=f"monitors 'val_loss', which is {value} after step 1"):
-        fit(tmp_path, ScriptedNetwork([value]), ValidationMeritStopping())
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_ends_training_with_the_best_weights(tmp_path, value):
     module = ScriptedNetwork([3, 1, value])
     with pytest.warns(UserWarning, match=f"monitors 'val_loss', which is {value} after step 3: .* 1 at step 2"):
         fit(tmp_path, module, ValidationMeritStopping())
     assert module.layers.bias.item() == 2
+    with pytest.raises(MisconfigurationException, match=f"monitors 'val_loss', which is {value} after step 1"):
+        fit(tmp_path, ScriptedNetwork([value]), ValidationMeritStopping())
+
+
+def test_a_monitor_that_is_not_logged_is_named(tmp_path):
+    message = "monitors 'val_error', which is not logged; logged are: val_loss"
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(tmp_path, ScriptedNetwork([1]), ValidationMeritStopping("val_error"))
 
 
 class ShardingStrategy(SingleDeviceStrategy):
@@ -800,10 +662,8 @@ class ShardingStrategy(SingleDeviceStrategy):
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, ShardingStrategy])
 def test_strategies_that_shard_the_weights_are_refused_by_name(strategy):
-    trainer = SimpleNamespace(strategy=strategy.__new__(strategy))
-    with pytest.raises(
-        MisconfigurationException, match=f"ValidationMeritStopping needs all weights .* {strategy.__name__}"
-    ):
+    trainer, message = SimpleNamespace(strategy=strategy.__new__(strategy)), f"needs all weights .* {strategy.__name__}"
+    with pytest.raises(MisconfigurationException, match=f"ValidationMeritStopping {message}"):
         ValidationMeritStopping().on_fit_start(trainer, Network())
 
 
@@ -814,26 +674,19 @@ def test_strategies_of_others_are_taken():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("name", "values", "takes"),
     [
-        ({"mode": "least"}, "mode must be 'min' or 'max', but is 'least'"),
-        ({"monitor": None}, "monitor must be the name of a metric, but is None"),
-        ({"monitor": ""}, "monitor must be the name of a metric, but is ''"),
-        ({"patience": 0}, "patience must be at least 1, but is 0"),
-        ({"patience": "3"}, "patience must be a whole number >= 1, but is '3'"),
-        ({"patience": None}, "patience must be a whole number >= 1, but is None"),
-        ({"patience": 2.5}, "patience must be a whole number >= 1, but is 2.5"),
-        ({"patience": True}, "patience must be a whole number >= 1, but is True"),
-        ({"restore_best": "no"}, "restore_best must be True or False, but is 'no'"),
-        ({"min_delta": -1.0}, "min_delta must be a number >= 0, but is -1.0"),
-        ({"min_delta": "a"}, "min_delta must be a number >= 0, but is 'a'"),
-        ({"min_delta": None}, "min_delta must be a number >= 0, but is None"),
-        ({"min_delta": float("nan")}, "min_delta must be a number >= 0, but is nan"),
-        ({"merit_samples": "5"}, "merit_samples must be a whole number >= 1, but is '5'"),
-        ({"merit_samples": float("nan")}, "merit_samples must be a whole number >= 1, but is nan"),
-        ({"merit_samples": 0}, "merit_samples must be at least 1, but is 0"),
+        ("mode", ["least"], "'min' or 'max'"),
+        ("monitor", [None, ""], "the name of a metric"),
+        ("patience", [0], "at least 1"),
+        ("patience", ["3", None, 2.5, True], "a whole number >= 1"),
+        ("restore_best", ["no"], "True or False"),
+        ("min_delta", [-1.0, "a", None, float("nan")], "a number >= 0"),
+        ("merit_samples", ["5", float("nan")], "a whole number >= 1"),
+        ("merit_samples", [0], "at least 1"),
     ],
 )
-def test_wrong_arguments_are_named(arguments, message):
-    with pytest.raises(MisconfigurationException, match=message):
-        ValidationMeritStopping(**arguments)
+def test_wrong_arguments_are_named(name, values, takes):
+    for value in values:
+        with pytest.raises(MisconfigurationException, match=f"{name} must be {takes}, but is {value!r}"):
+            ValidationMeritStopping(**{name: value})

@@ -1,16 +1,11 @@
 """Several loaders, limits, progress bars, checkpoints and tuners work beside growing batches."""
 
-import math
 from collections import defaultdict
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
-    ModelCheckpoint,
     ModelPruning,
-    RichProgressBar,
-    TQDMProgressBar,
 )
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
@@ -20,11 +15,9 @@ from torch.utils.data import DataLoader
 from lightning_struct import GrowingBatchSize
 from tests.callbacks.growing_batch_size.projects import (
     CHECKED_STEPS,
-    EPOCHS,
     FIRST,
     MEASURING,
     MOST,
-    SAMPLES,
     WARNINGS_OF_PROJECTS,
     Project,
     Regressor,
@@ -71,53 +64,6 @@ class TwoTasks(Regressor):
 def two_loaders(mode, sizes=(40, 12)):
     labels = DataLoader(regression(sizes[0]), batch_size=4, shuffle=True)
     return CombinedLoader({"labels": labels, "pairs": DataLoader(regression(sizes[1], seed=1), batch_size=2)}, mode)
-
-
-@pytest.fixture(scope="module")
-def two_tasks(tmp_path_factory):
-    runs = {}
-
-    def run(mode):
-        if mode not in runs:
-            seed()
-            growing = {"max_batch_size": 18}
-            directory = tmp_path_factory.mktemp("tasks")
-            runs[mode] = fit(directory, Project(TwoTasks(), two_loaders(mode), growing=growing), validation=False)
-        return runs[mode]
-
-    return run
-
-
-@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-def test_several_loaders_grow_in_proportion(two_tasks, mode):
-    of_labels, of_pairs = (sizes[:4] for sizes in two_tasks(mode).project.module.read[0])  # what follows is left over
-    assert of_labels[0] == 4 < of_labels[-1]
-    assert of_pairs == [math.ceil(size / 2) for size in of_labels]
-
-
-@pytest.mark.parametrize("mode, ends", [("min_size", 1), ("max_size", 0), ("max_size_cycle", 0)])
-def test_the_loader_that_ends_the_epoch_is_read_once(two_tasks, mode, ends):
-    read = two_tasks(mode).project.module.read
-    assert [sum(read[epoch][ends]) for epoch in range(EPOCHS)] == [(40, 12)[ends]] * EPOCHS
-
-
-@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-def test_batches_of_several_loaders_are_as_many_as_lightning_counts(two_tasks, mode):
-    run = two_tasks(mode)
-    assert run.watch.lengths == [max(map(len, run.project.module.read[epoch])) for epoch in range(EPOCHS)]
-
-
-def test_an_exhausted_loader_is_read_once(two_tasks):
-    read = two_tasks("max_size").project.module.read
-    assert [sum(read[epoch][1]) for epoch in range(EPOCHS)] == [12] * EPOCHS
-
-
-@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-def test_sizes_are_those_of_all_loaders_together(two_tasks, mode):
-    run = two_tasks(mode)
-    read = [sum(run.project.module.read[epoch][i]) for epoch in range(EPOCHS) for i in (0, 1)]
-    assert run.growing.records[0]["batch_size"] == 6
-    assert run.growing.records[-1]["samples"] == sum(read)
 
 
 def loaders_of_one_size(data=regression):
@@ -188,24 +134,6 @@ def sizes_of(run):
     return [[len(batch) for batch in epoch] for epoch in run.watch.epochs]
 
 
-def test_a_limit_in_batches_stays_one_in_batches(tmp_path):
-    run = fit(tmp_path, Project(Regressor(), options={"limit_train_batches": 5}))
-    first, second = sizes_of(run)
-    assert len(first) == 5 and len(second) == min(5, math.ceil(SAMPLES / MOST))
-    assert max(first) > FIRST
-
-
-@pytest.mark.parametrize(
-    "options, samples",
-    [({"limit_train_batches": 0.5}, 20), ({"overfit_batches": 0.5}, 20), ({"overfit_batches": 3}, 12)],
-)
-@pytest.mark.filterwarnings("ignore:You requested to overfit")
-def test_other_limits_are_limits_of_samples(tmp_path, options, samples):
-    run = fit(tmp_path, Project(Regressor(), options=options))
-    assert [sum(epoch) for epoch in sizes_of(run)] == [samples] * EPOCHS
-    assert run.watch.lengths == [len(epoch) for epoch in sizes_of(run)]
-
-
 def test_growth_leaves_no_batch_over_that_is_smaller_than_the_first(tmp_path):
     network = nn.Sequential(
         nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)
@@ -214,42 +142,8 @@ def test_growth_leaves_no_batch_over_that_is_smaller_than_the_first(tmp_path):
     assert sizes_of(run) == [[4, 4, 4, 13, 8, 7], [13, 13, 7, 7]]
 
 
-def test_max_steps_ends_within_an_epoch(tmp_path):
-    run = fit(tmp_path, Project(Regressor(), options={"max_epochs": -1, "max_steps": 7}))
-    assert len(run.watch.sizes) == run.trainer.global_step == 7 and max(run.watch.sizes) == MOST
-
-
-@pytest.mark.parametrize("batches", [1, 5])
-def test_fast_dev_run_takes_its_batches(tmp_path, batches):
-    run = fit(tmp_path, Project(Regressor(), options={"fast_dev_run": batches}))
-    assert len(run.watch.sizes) == batches
-
-
 # --- the rest of a project
 # ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
-def test_a_progress_bar_ends_where_the_epoch_does(tmp_path, bar):
-    totals = []
-
-    class Totals(L.Callback):
-        def on_train_epoch_end(self, trainer, pl_module):
-            task = (
-                bars.train_progress_bar if bar is TQDMProgressBar else bars.progress.tasks[bars.train_progress_bar_id]
-            )
-            totals.append(task.total)
-
-    bars = bar()
-    options = {"enable_progress_bar": True, "callbacks": [bars, Totals()]}
-    run = fit(tmp_path, Project(Regressor(), options=options))
-    assert totals == [len(epoch) for epoch in sizes_of(run)]
-
-
-def test_the_best_weights_are_saved_beside_it(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)
-    run = fit(tmp_path, Project(Regressor(), options={"enable_checkpointing": True, "callbacks": [checkpoint]}))
-    assert len(list(tmp_path.glob("*.ckpt"))) == EPOCHS and run.trainer.global_step == len(run.watch.sizes)
 
 
 @pytest.mark.filterwarnings("ignore:these layers have no rule for per-sample gradients")
@@ -259,29 +153,12 @@ def test_a_network_that_is_pruned_in_the_fit_is_measured_on(tmp_path):
     assert len(run.growing.records) == len(run.watch.sizes) and run.growing.records[-1]["variance_ratio"] > 0
 
 
-def test_a_second_fit_goes_on_with_the_grown_batch(tmp_path):
-    run = fit(tmp_path, Project(Regressor()))
-    run.trainer.fit_loop.max_epochs = 2 * EPOCHS
-    run.trainer.fit(run.project.module, DataLoader(regression(), batch_size=FIRST, shuffle=True))
-    assert sizes_of(run)[EPOCHS:] == [[16, 16, 8]] * EPOCHS
-
-
 def test_loader_and_trainer_are_given_back_as_they_were(tmp_path):
     loader = DataLoader(regression(), batch_size=FIRST, shuffle=True)
     sampler = loader.batch_sampler
     run = fit(tmp_path, Project(Regressor(), loader))
     patched = {"process_dataloader", "setup_data"} & {*vars(run.trainer.strategy), *vars(run.trainer.fit_loop)}
     assert (type(loader), len(loader), patched) == (DataLoader, 10, set()) and loader.batch_sampler is sampler
-
-
-def test_loaders_that_are_prepared_early_grow_too(tmp_path):
-    class Early(L.Callback):
-        def setup(self, trainer, pl_module, stage):
-            self.estimate = trainer.estimated_stepping_batches
-
-    early = Early()
-    run = fit(tmp_path, Project(Regressor(), options={"callbacks": [early]}))
-    assert (early.estimate, max(run.watch.sizes)) == (20, MOST)
 
 
 def test_the_tuner_finds_a_learning_rate_with_batches_of_the_first_size(tmp_path):

@@ -416,40 +416,23 @@ def test_acdc_layers_of_any_orthogonal_polynomials(seed, n):
 # ---- wrong arguments ----
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: krylov_matrix(shift(3, 1.0), randn(4, seed=0)), ValueError, r"v must be \(..., 3\).*\(4,\)"),
-        (lambda: krylov_matrix(shift(3, 1.0), randn(3, seed=0), 0), ValueError, "at least one column, got 0"),
-        (
-            lambda: ldr_to_dense(shift(3, 1.0), shift(4, 1.0), randn(4, 1, seed=0), randn(4, 1, seed=0)),
-            ValueError,
-            r"G must be \(3, r\).*\(4, 1\)",
-        ),
-        (
-            lambda: ldr_to_dense(shift(3, 1.0), shift(4, 1.0), randn(3, 1, seed=0), randn(4, 1, seed=0), "tree"),
-            ValueError,
-            "'tree'",
-        ),
-        (
-            lambda: ldr_matmul(shift(3, 1.0), shift(4, 1.0), *(randn(n, 1, seed=0) for n in (3, 4)), randn(3, seed=0)),
-            ValueError,
-            r"x must be \(..., 4\).*\(3,\)",
-        ),
-        (
-            lambda: ldr_matmul(
-                shift(3, 1.0), diagonal(4), *(randn(n, 1, seed=0) for n in (3, 4)), randn(4, seed=0), "tree"
-            ),
-            ValueError,
-            "these operators, got 'tree'",
-        ),
-        (lambda: sylvester_displacement(randn(3, 3, seed=0), shift(3, 1.0), shift(4, 1.0)), ValueError, r"\(3, 4\)"),
-        (lambda: displacement_rank(randn(3, 4, seed=0), randn(3, 4, seed=0), shift(4, 1.0)), ValueError, "square"),
-        (lambda: displacement_rank(torch.eye(3).long(), shift(3, 1.0), shift(3, 1.0)), TypeError, "int64"),
-        (lambda: displacement_rank(torch.eye(3) / 0, shift(3, 1.0), shift(3, 1.0)), ValueError, "not finite"),
-        (lambda: sylvester_displacement(randn(3, 3, seed=0), "Z", shift(3, 1.0)), TypeError, "matrix .*str"),
-    ],
-)
-def test_wrong_arguments_are_refused(call, error, message):
+A, B, G1, H1 = shift(3, 1.0), shift(4, 1.0), randn(3, 1, seed=0), randn(4, 1, seed=0)
+MISTAKES = [
+    (krylov_matrix, (A, randn(4, seed=0)), ValueError, r"v must be \(..., 3\).*\(4,\)"),
+    (krylov_matrix, (A, randn(3, seed=0), 0), ValueError, "at least one column, got 0"),
+    (ldr_to_dense, (A, B, H1, H1), ValueError, r"G must be \(3, r\).*\(4, 1\)"),
+    (ldr_to_dense, (A, B, G1, H1, "tree"), ValueError, "'tree'"),
+    (ldr_matmul, (A, B, G1, H1, randn(3, seed=0)), ValueError, r"x must be \(..., 4\).*\(3,\)"),
+    (ldr_matmul, (A, diagonal(4), G1, H1, randn(4, seed=0), "tree"), ValueError, "these operators, got 'tree'"),
+    (sylvester_displacement, (randn(3, 3, seed=0), A, B), ValueError, r"\(3, 4\)"),
+    (sylvester_displacement, (randn(3, 3, seed=0), "Z", A), TypeError, "matrix .*str"),
+    (displacement_rank, (randn(3, 4, seed=0), randn(3, 4, seed=0), B), ValueError, "square"),
+    (displacement_rank, (torch.eye(3).long(), A, A), TypeError, "int64"),
+    (displacement_rank, (torch.eye(3) / 0, A, A), ValueError, "not finite"),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "error", "message"), MISTAKES, ids=range(len(MISTAKES)))
+def test_wrong_arguments_are_refused(function, arguments, error, message):
     with pytest.raises(error, match=message):
-        call()
+        function(*arguments)

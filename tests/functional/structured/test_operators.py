@@ -20,52 +20,31 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def subdiagonal(n: int) -> tuple[DisplacementOperator, Tensor]:
-    entries, corner = randn(n - 1), randn(1, seed=1)[0]
-    dense = torch.zeros(n, n, dtype=torch.float64)
-    for i in range(n - 1):
-        dense[i + 1, i] = entries[i]
-    dense[0, n - 1] += corner
-    return SubdiagonalOperator(entries, corner), dense
-
-
-def tridiagonal(n: int) -> tuple[DisplacementOperator, Tensor]:
+def made(kind: str, n: int) -> tuple[DisplacementOperator, Tensor]:
+    """An operator, and its matrix made of diagonals and corners."""
     below, middle, above, corners = randn(n - 1), randn(n, seed=1), randn(n - 1, seed=2), randn(2, seed=3)
-    dense = torch.zeros(n, n, dtype=torch.float64)
-    for i in range(n):
-        dense[i, i] += middle[i]
-    for i in range(n - 1):
-        dense[i + 1, i] += below[i]
-        dense[i, i + 1] += above[i]
-    dense[0, n - 1] += corners[0]
-    dense[n - 1, 0] += corners[1]
-    return TridiagonalOperator(below, middle, above, corners), dense
+    if kind == "dense":
+        return DenseOperator(randn(n, n)), randn(n, n)
+    operator: DisplacementOperator = TridiagonalOperator(below, middle, above, corners)
+    if kind == "diagonal":
+        operator, below, above, corners = DiagonalOperator(middle), 0 * below, 0 * above, 0 * corners
+    elif kind != "tridiagonal":
+        middle, above, corners[1] = 0 * middle, 0 * above, 0
+        below = torch.ones_like(below) if kind == "shift" else below
+        operator = ShiftOperator(n, corners[0]) if kind == "shift" else SubdiagonalOperator(below, corners[0])
+    matrix = torch.diag(middle) + torch.diag(below, -1) + torch.diag(above, 1)
+    matrix[0, n - 1] += corners[0]
+    matrix[n - 1, 0] += corners[1]
+    return operator, matrix
 
 
-def shift(n: int) -> tuple[DisplacementOperator, Tensor]:
-    f = torch.tensor(-0.5, dtype=torch.float64)
-    dense = torch.zeros(n, n, dtype=torch.float64)
-    for i in range(n - 1):
-        dense[i + 1, i] = 1.0
-    dense[0, n - 1] += f
-    return ShiftOperator(n, f), dense
-
-
-def diagonal(n: int) -> tuple[DisplacementOperator, Tensor]:
-    return DiagonalOperator(randn(n)), torch.diag(randn(n))
-
-
-def dense(n: int) -> tuple[DisplacementOperator, Tensor]:
-    return DenseOperator(randn(n, n)), randn(n, n)
-
-
-KINDS = [subdiagonal, tridiagonal, shift, diagonal, dense]
+KINDS = ["subdiagonal", "tridiagonal", "shift", "diagonal", "dense"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
 def test_an_operator_is_its_matrix(kind, n):
-    operator, matrix = kind(n)
+    operator, matrix = made(kind, n)
     v = randn(2, 3, n, seed=4)
     assert operator.size == n
     torch.testing.assert_close(operator.to_dense(), matrix)
@@ -76,7 +55,7 @@ def test_an_operator_is_its_matrix(kind, n):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
 def test_the_transpose_of_an_operator_is_that_of_its_matrix(kind, n):
-    operator, matrix = kind(n)
+    operator, matrix = made(kind, n)
     v = randn(2, 3, n, seed=4)
     for transposed in (operator.T, TransposedOperator(operator), operator.T.T.T):
         assert transposed.size == n
@@ -87,7 +66,7 @@ def test_the_transpose_of_an_operator_is_that_of_its_matrix(kind, n):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_differentiable(kind):
-    operator, matrix = kind(5)
+    operator, matrix = made(kind, 5)
     v, cotangent = randn(2, 5, seed=4).requires_grad_(), randn(2, 5, seed=5)
     (gradient,) = torch.autograd.grad(operator.matvec(v), v, cotangent)
     torch.testing.assert_close(gradient, cotangent @ matrix)
@@ -109,7 +88,7 @@ def test_a_shift_by_a_number_keeps_the_dtype_of_what_it_shifts():
 
 
 def test_a_matrix_becomes_a_dense_operator_and_an_operator_stays_itself():
-    operator, _ = subdiagonal(3)
+    operator, _ = made("subdiagonal", 3)
     assert as_operator(operator) is operator
     assert torch.equal(as_operator(randn(3, 3)).to_dense(), randn(3, 3))
 

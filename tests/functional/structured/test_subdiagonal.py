@@ -26,7 +26,7 @@ FAMILIES = {
 }
 CORNERS = [0.0, 0.7, -0.7, 1.0, -1.0]
 SMALL = [(1, 1), (1, 4), (4, 1), (2, 2), (3, 3), (20, 20), (20, 7), (33, 64), (100, 100)]
-LARGE = [(784, 784), (1024, 600)]
+LARGE = [(784, 600)]
 NAMES = ("values", "A", "B", "G", "H", "x")
 
 
@@ -100,7 +100,7 @@ def cases(shapes, corners):
 )
 def test_small_matrices_are_the_definition(method, dtype):
     errors = {}
-    for case in cases(SMALL, CORNERS[:2]) + cases([(20, 20), (5, 7)], CORNERS[2:]):
+    for case in cases(SMALL, [0.7]) + cases([(20, 20), (5, 7)], CORNERS):
         inputs, u = parameters(*case)
         errors[case] = relative_errors(
             values_and_gradients(lambda *tensors: subdiagonal_matmul(*tensors, method=method), inputs, u, dtype),
@@ -117,7 +117,7 @@ def test_small_matrices_are_the_definition(method, dtype):
 def test_large_matrices_are_those_of_the_rows(method, dtype, tolerance):
     """Against the dense rows, which the small ones check."""
     errors = {}
-    for case in cases(LARGE, [0.0, 0.7]):
+    for case in cases(LARGE, [0.7]):
         inputs, u = parameters(*case, rank=1)
         expected = values_and_gradients(by_rows, inputs, u)
         errors[case] = relative_errors(
@@ -143,26 +143,26 @@ def test_a_tree_of_several_levels():
     assert max(errors.values()) < 1e-12
 
 
-def test_auto_takes_the_scaled_method_for_what_training_yields_but_the_krylov_matrices_where_they_are_small():
-    for n, expected in ((64, "krylov"), (784, "scaled"), (4096, "scaled")):
-        inputs, _ = parameters("near one", n, n, 0.7)
-        assert choose_subdiagonal_method(*(tensor.float() for tensor in inputs[:4]), rank=1, batch=1) == expected
-
-
 @pytest.mark.parametrize(
-    "family, n, dtype, expected",
+    "family, n, dtype, rows, expected",
     [
-        ("uniform", 784, torch.float32, "scaled_float64"),
-        ("uniform", 784, torch.float64, "tree"),
-        ("normal", 784, torch.float32, "tree"),
-        ("normal", 8192, torch.float32, "tree"),
-        ("zeros", 100, torch.float64, "dense"),
-        ("zeros", 8192, torch.float64, "tree"),
+        ("near one", 64, torch.float32, 1, "krylov"),
+        ("near one", 784, torch.float32, 1, "scaled"),
+        ("near one", 4096, torch.float32, 1, "scaled"),
+        ("uniform", 784, torch.float32, 64, "scaled_float64"),
+        ("uniform", 784, torch.float64, 64, "tree"),
+        ("normal", 784, torch.float32, 64, "tree"),
+        ("normal", 8192, torch.float32, 64, "tree"),
+        ("zeros", 100, torch.float64, 64, "dense"),
+        ("zeros", 8192, torch.float64, 64, "tree"),
     ],
 )
-def test_auto_leaves_the_scaled_method_where_it_would_lose_too_much(family, n, dtype, expected):
+def test_auto_takes_the_fastest_method_that_keeps_the_digits(family, n, dtype, rows, expected):
     inputs, _ = parameters(family, n, n, 0.7)
-    assert choose_subdiagonal_method(*(tensor.to(dtype) for tensor in inputs[:4]), rank=1, batch=64) == expected
+    assert choose_subdiagonal_method(*(tensor.to(dtype) for tensor in inputs[:4]), rank=1, batch=rows) == expected
+
+
+def test_an_unknown_method_is_refused():
     with pytest.raises(ValueError, match="method must be \"auto\" or one of 'scaled', .*, not 'fast'"):
         subdiagonal_matmul(*parameters("ones", 5, 5, 0.7)[0], method="fast")
 

@@ -148,21 +148,6 @@ def test_forward_over_reverse():
     torch.testing.assert_close(hessian, expected)
 
 
-def test_the_prepared_matrix_can_be_exported():
-    G, H, x = (tensor.float() for tensor in factors(6, 8))
-
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.prepared = prepare_toeplitz_like(G, H)
-
-        def forward(self, x):
-            return self.prepared.matmul(x)
-
-    exported = torch.export.export(Layer().eval(), (x,)).module()
-    torch.testing.assert_close(exported(x), toeplitz_like_matmul(G, H, x))
-
-
 @pytest.mark.parametrize(
     "shapes, error, words",
     [

@@ -1,22 +1,12 @@
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_struct.functional import (
-    SquaredError,
-    conjugate_gradient,
-    jacobi_scaling,
-    linearize,
-    randomized_gauss_newton_diagonal,
-)
 from lightning_struct.functional.curvature.kronecker import second_moments, squared_shares
 from lightning_struct.functional.curvature.kronecker_roots import (
     KroneckerRoot,
@@ -30,7 +20,7 @@ from lightning_struct.functional.curvature.kronecker_roots import (
 from lightning_struct.functional.layers.per_sample.contributions import Dense, Lookup, Outer, Uncovered
 from lightning_struct.functional.layers.per_sample.convolution import Convolution
 from lightning_struct.functional.layers.probes import probe_layers
-from tests.cases import CASES, Case, flat, trainable
+from tests.cases import CASES, Case, trainable
 from tests.optim.shf.waits import waits_of
 
 
@@ -287,68 +277,3 @@ def test_dropout_inside_a_layer_has_the_mask_of_the_run() -> None:
     assert len(probe.uses) == len(trainable(net))
     for _, name, use in probe.uses:
         torch.testing.assert_close(use.total(), probe.gradients[f"inner.{name}"])
-
-
-# --- what they are for -----------------------------------------------------------------------------------------------
-
-
-class Factored:
-    """C of a chain of Linear layers from its factors, on flat vectors."""
-
-    def __init__(self, module: nn.Sequential, inputs: Tensor, damping: float) -> None:
-        layers = [layer for layer in module if isinstance(layer, nn.Linear)]
-        signs = gaussian(*module(inputs).shape, seed=9).sign()
-        probe = probe_layers(module, (inputs,), layers, {}, lambda outputs: signs)
-        moments = [second_moments(use, bias=True) for _, name, use in probe.uses if name == "weight"]
-        self._roots = [kronecker_root(m.inputs / len(inputs), m.outputs / len(inputs), damping) for m in moments]
-        self._sizes = [size for layer in layers for size in (layer.weight.numel(), layer.bias.numel())]
-        self._rows = [layer.out_features for layer in layers]
-
-    def _apply(self, vector: Tensor, name: str) -> Tensor:
-        parts, result = iter(vector.split(self._sizes)), []
-        for root, rows in zip(self._roots, self._rows, strict=True):
-            matrix = torch.cat([next(parts).view(rows, -1), next(parts).view(rows, 1)], 1)
-            solved = getattr(root, name)(matrix[None])[0]
-            result += [solved[:, :-1].reshape(-1), solved[:, -1]]
-        return torch.cat(result)
-
-    def solve(self, y: Tensor) -> Tensor:
-        return self._apply(y, "solve")
-
-    def solve_transpose(self, x: Tensor) -> Tensor:
-        return self._apply(x, "solve_transpose")
-
-
-def test_an_autoencoder_reaches_nine_tenths_of_the_reduction_in_fewer_iterations() -> None:
-    torch.manual_seed(0)
-    sizes, damping = (20, 30, 6, 30, 20), 0.01
-    layers = [part for pair in itertools.pairwise(sizes) for part in (nn.Linear(*pair), nn.Sigmoid())]
-    module = nn.Sequential(*layers).double()
-    with torch.no_grad():
-        for p in module.parameters():
-            p.mul_(3)
-    images = (gaussian(200, 5, seed=1) @ gaussian(5, 20, seed=2)).sigmoid()
-    weights = trainable(module)
-    linearization = linearize(module, weights, images)
-    sizes_of_weights = [p.numel() for p in weights.values()]
-
-    def matvec(v: Tensor) -> Tensor:
-        parts = v.split(sizes_of_weights)
-        direction = {name: part.view_as(p) for (name, p), part in zip(weights.items(), parts, strict=True)}
-        return flat(linearization.vjp(linearization.jvp(direction))) / len(images) + damping**2 * v
-
-    right = flat(linearization.vjp(images - linearization.outputs)) / len(images)
-    lowest = conjugate_gradient(matvec, right, maxiter=1000, progress_tolerance=0.0, rtol=1e-9).quadratic
-    diagonal = flat(randomized_gauss_newton_diagonal(linearization, SquaredError(), images))
-
-    def iterations(preconditioner: Tensor | Factored | None) -> int:
-        def close(_: int, solution: Callable[[], Tensor]) -> bool:
-            x = solution()
-            return bool(0.5 * x @ matvec(x) - right @ x <= 0.9 * lowest)
-
-        options: dict[str, Any] = {"preconditioner": preconditioner, "maxiter": 500, "progress_tolerance": 0.0}
-        return conjugate_gradient(matvec, right, callback=close, **options).iterations
-
-    rivals = (Factored(module, images, damping), jacobi_scaling(diagonal), None)
-    counts = [iterations(preconditioner) for preconditioner in rivals]
-    assert 2 * counts[0] <= min(counts[1:]), counts

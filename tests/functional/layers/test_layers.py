@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -45,12 +46,9 @@ class Renamed(nn.Module):
 class OwnForward(nn.Module):
     """As the Linear of PyTorch Geometric: with the names of torch's, and not derived from it."""
 
-    def __init__(self, in_channels: int, out_channels: int) -> None:
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.weight, self.bias = (
-            nn.Parameter(torch.randn(out_channels, in_channels)),
-            nn.Parameter(torch.randn(out_channels)),
-        )
+        self.weight, self.bias = nn.Parameter(torch.randn(outputs, inputs)), nn.Parameter(torch.randn(outputs))
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         return scale * F.linear(x, self.weight, self.bias)
@@ -127,12 +125,7 @@ def pair(name: str) -> tuple[nn.Sequential, nn.Sequential]:
     """Two networks that compute the same, with a declared layer and with torch's Linear."""
     torch.manual_seed(0)
     layer, head = declared(name, 12, 9), nn.Linear(9, 2).double()
-    ours, plain = (
-        nn.Sequential(layer, nn.Tanh(), head),
-        nn.Sequential(linear_like(layer), nn.Tanh(), nn.Linear(9, 2).double()),
-    )
-    plain[2].load_state_dict(head.state_dict())
-    return ours, plain
+    return nn.Sequential(layer, nn.Tanh(), head), nn.Sequential(linear_like(layer), nn.Tanh(), copy.deepcopy(head))
 
 
 def inputs(*shape: int, seed: int = 1) -> Tensor:
@@ -140,10 +133,8 @@ def inputs(*shape: int, seed: int = 1) -> Tensor:
 
 
 def largest_difference(ours: nn.Sequential, plain: nn.Sequential) -> float:
-    return max(
-        (p - q).abs().max().item()
-        for p, q in zip(linear_like(ours[0]).parameters(), plain[0].parameters(), strict=True)
-    )
+    pairs = zip(linear_like(ours[0]).parameters(), plain[0].parameters(), strict=True)
+    return max((p - q).abs().max().item() for p, q in pairs)
 
 
 def assert_norms_are_those_of_autograd(module: nn.Module, batch: Tensor) -> None:
@@ -211,17 +202,10 @@ def test_kronecker_factors_of_a_declared_layer_are_those_of_a_linear(name: str) 
 
 
 @AFFINE
-def test_replace_linear_takes_a_declared_layer(name: str) -> None:
-    module = nn.Sequential(declared(name, 12, 9), nn.ReLU())
-    replace_linear(module, partial(LowRank, rank=2))
-    assert isinstance(module[0], LowRank) and (module[0].in_features, module[0].out_features) == (12, 9)
-    assert module[0].bias is not None and module[0].bias.dtype == torch.float64
-
-
-@AFFINE
-def test_structured_layers_are_made_near_to_a_declared_layer(name: str) -> None:
+def test_replace_linear_takes_a_declared_layer_and_makes_structured_ones_near_to_it(name: str) -> None:
     layer = declared(name, 12, 9)
     near = replace_linear(nn.Sequential(layer), partial(LowRank.from_linear, rank=9))
+    assert isinstance(near[0], LowRank) and near[0].bias is not None and near[0].bias.dtype == torch.float64
     torch.testing.assert_close(near(inputs(5, 12)), layer(inputs(5, 12)), rtol=0, atol=1e-10)
 
 
@@ -248,16 +232,16 @@ def test_a_declaration_holds_for_subclasses_with_the_same_forward_alone() -> Non
     assert kind_of(Squared(2, 2)) is None
 
 
-def test_a_declaration_can_be_taken_back() -> None:
-    layer = declared("transposed", 2, 2)
-    unregister_layer(Transposed)
-    assert not kind_of(layer).declared
-
-
-def test_a_declaration_replaces_all_of_an_earlier_one() -> None:
+def test_a_declaration_replaces_all_of_an_earlier_one_and_can_be_taken_back() -> None:
     register_layer(OwnForward, like=nn.Linear, couples_samples=True)
+    layer = OwnForward(2, 2)
+    assert couples_samples(layer)
     register_layer(OwnForward, like=nn.Linear)
-    assert not couples_samples(OwnForward(2, 2))
+    assert not couples_samples(layer) and kind_of(layer).declared
+    unregister_layer(OwnForward)
+    assert not kind_of(layer).declared
+    register_layer(Scale, couples_samples=True)
+    assert couples_samples(Scale(2))
 
 
 # --- layers like others ----------------------------------------------------------------------------------------------
@@ -375,10 +359,8 @@ def test_a_rule_of_ones_own_is_used(declare: Callable[[], Any], shape: tuple[int
 def test_a_rule_that_returns_other_shapes_is_an_error() -> None:
     register_layer(Scale, rule=lambda call: {"factor": Dense(call.input)})
     layer = Scale(3).double()
-    with (
-        per_sample_gradient_norms(layer),
-        pytest.raises(ValueError, match=r"rule declared for Scale .*\(2, 3\).*\(3,\)"),
-    ):
+    message = r"rule declared for Scale .*\(2, 3\).*\(3,\)"
+    with per_sample_gradient_norms(layer), pytest.raises(ValueError, match=message):
         layer(inputs(5, 2, 3)).sum().backward()
 
 
@@ -440,11 +422,6 @@ def test_sync_batch_norm_couples_samples_for_everyone() -> None:
     linearization = linearize(module, dict(module.named_parameters()), torch.randn(5, 3), backend="double_backward")
     with pytest.raises(ValueError, match="1 normalises over the batch"):
         linearization.squared_norms(torch.ones(5, 3))
-
-
-def test_layers_may_be_declared_to_couple_samples() -> None:
-    register_layer(Scale, couples_samples=True)
-    assert couples_samples(Scale(2))
 
 
 @pytest.mark.parametrize("name", ["0.0", "0._orig_mod.0"])

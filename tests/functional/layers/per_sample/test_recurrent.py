@@ -130,28 +130,23 @@ def test_packed_sequences_keep_their_order(kind: str, enforce_sorted: bool, with
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"bidirectional": True, "bias": False}], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_dropout_between_layers_is_repeated(kind: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_dropout_between_layers_is_repeated(
+    kind: str, packed: bool, options: dict[str, Any], dtype: torch.dtype
+) -> None:
     layer = make(kind, num_layers=3, dropout=0.4, **options).to(dtype)
-    inputs = gaussian(SAMPLES, STEPS, IN).to(dtype)
+    inputs: Any = gaussian(SAMPLES, STEPS, IN).to(dtype)
     samples = SAMPLES if layer.batch_first else STEPS
+    if packed:
+        lengths = torch.tensor([2, 4, 1, 3, 4])[:samples]
+        inputs = pack_padded_sequence(inputs, lengths, layer.batch_first, enforce_sorted=False)
     torch.manual_seed(5)
     contributions = measured(layer, inputs, which=[0])
     torch.manual_seed(5)
     loss_of(layer(inputs), [0]).backward()
     for name, parameter in layer.named_parameters():
         assert contributions[name].samples == samples
-        torch.testing.assert_close(contributions[name].total(), parameter.grad)
-
-
-def test_dropout_is_repeated_for_packed_sequences() -> None:
-    layer = make("gru", num_layers=2, dropout=0.4, bidirectional=True)
-    packed = pack_padded_sequence(gaussian(STEPS, SAMPLES, IN), torch.tensor([2, 5, 1, 3]), enforce_sorted=False)
-    torch.manual_seed(5)
-    contributions = measured(layer, packed, which=[0, 1])
-    torch.manual_seed(5)
-    loss_of(layer(packed), [0, 1]).backward()
-    for name, parameter in layer.named_parameters():
         torch.testing.assert_close(contributions[name].total(), parameter.grad)
 
 
@@ -204,13 +199,15 @@ def test_a_layer_in_bfloat16_is_measured_in_float32(with_state: bool) -> None:
     torch.testing.assert_close(shares.double(), exact, rtol=0.1, atol=0.02)
 
 
-def test_one_sequence_without_a_batch_is_not_covered() -> None:
-    layer, inputs = make("gru"), gaussian(STEPS, IN)
-    with pytest.raises(Uncovered, match="one sequence without a batch dimension"):
-        recurrent_contributions(LayerCall(layer, (inputs,), {}, layer(inputs), [gaussian(STEPS, HIDDEN), None], None))
-
-
-def test_sequences_that_are_not_samples_are_not_covered() -> None:
-    layer, inputs = make("gru"), gaussian(STEPS, SAMPLES, IN)
-    with pytest.raises(Uncovered, match="4 sequences, which is no multiple of 3 samples"):
-        measured(layer, inputs, which=[0], samples=3)
+@pytest.mark.parametrize(
+    ("shape", "samples", "message"),
+    [
+        ((STEPS, IN), None, "one sequence without a batch dimension"),
+        ((STEPS, SAMPLES, IN), 3, "4 sequences, which is no multiple of 3 samples"),
+    ],
+)
+def test_sequences_that_are_not_samples_are_not_covered(
+    shape: tuple[int, ...], samples: int | None, message: str
+) -> None:
+    with pytest.raises(Uncovered, match=message):
+        measured(make("gru"), gaussian(*shape), which=[0], samples=samples)

@@ -73,8 +73,13 @@ def assert_shares_are_right(
         torch.testing.assert_close(share.projections(left, right), projections, rtol=1e-10, atol=1e-12)
 
 
+class LikeLinear(nn.Linear):
+    """Another type with the forward of its base."""
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "linear": (lambda: nn.Linear(3, 4), gaussian(5, 3)),
+    "subclass of linear": (lambda: LikeLinear(3, 4), gaussian(5, 3)),
     "linear, positions": (lambda: nn.Linear(3, 4), gaussian(5, 7, 3)),
     "linear, two dimensions of positions": (lambda: nn.Linear(3, 4), gaussian(5, 2, 3, 3)),
     "linear without bias": (lambda: nn.Linear(3, 4, bias=False), gaussian(5, 3)),
@@ -99,13 +104,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "conv2d, circular": (lambda: nn.Conv2d(2, 3, 4, padding="same", padding_mode="circular"), gaussian(4, 2, 5, 6)),
     "conv3d": (lambda: nn.Conv3d(2, 3, (2, 3, 2), stride=(1, 2, 1), padding=1), gaussian(3, 2, 4, 5, 4)),
     "conv_transpose1d": (lambda: nn.ConvTranspose1d(2, 3, 4, stride=2, padding=1), gaussian(4, 2, 5)),
-    "conv_transpose2d": (
-        lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2),
-        gaussian(4, 4, 3, 4),
-    ),
+    "conv_transpose2d": (lambda: nn.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1, groups=2), gaussian(4, 4, 3, 4)),
     "conv_transpose2d, output padding over the stride": (
-        lambda: nn.ConvTranspose2d(4, 3, 3, stride=1, output_padding=1, dilation=2),
-        gaussian(4, 4, 3, 4),
+        lambda: nn.ConvTranspose2d(4, 3, 3, output_padding=1, dilation=2), gaussian(4, 4, 3, 4)
     ),
     "conv_transpose3d": (lambda: nn.ConvTranspose3d(2, 1, 2, stride=2), gaussian(3, 2, 2, 2, 2)),
     "embedding": (lambda: nn.Embedding(4, 3), integers(4, 5, 6)),
@@ -126,14 +127,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "batch_norm2d, training": (lambda: nn.BatchNorm2d(3), gaussian(5, 3, 2, 2)),
     "batch_norm2d": (lambda: nn.BatchNorm2d(3).eval(), gaussian(5, 3, 2, 2)),
     "batch_norm2d without statistics": (
-        lambda: nn.BatchNorm2d(3, track_running_stats=False).eval(),
-        gaussian(5, 3, 2, 2),
+        lambda: nn.BatchNorm2d(3, track_running_stats=False).eval(), gaussian(5, 3, 2, 2)
     ),
     "batch_norm3d": (lambda: nn.BatchNorm3d(3).eval(), gaussian(4, 3, 2, 2, 2)),
     "prelu": (lambda: nn.PReLU(), gaussian(5, 3)),
     "prelu of channels": (lambda: nn.PReLU(3), gaussian(5, 3, 4)),
     "prelu of features": (lambda: nn.PReLU(3), gaussian(5, 3)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -194,33 +194,10 @@ def test_consecutive_rows_belong_to_one_sample(make: Callable[[], nn.Module], in
     assert_shares_are_right(made(make), inputs, samples=2, rows=3)
 
 
-@pytest.mark.parametrize(
-    ("make", "inputs", "samples", "shape"),
-    [
-        (lambda: nn.Linear(3, 4), gaussian(3), None, r"\(3,\)"),
-        (lambda: nn.Linear(3, 4), gaussian(5, 3), 3, r"\(5, 3\)"),
-        (lambda: nn.Linear(3, 4), gaussian(6, 3), [2, 3], r"\(6, 3\).* 2 or 3 samples"),
-        (lambda: nn.Conv2d(2, 3, 3), gaussian(2, 5, 5), None, r"\(2, 5, 5\)"),
-        (lambda: nn.Embedding(8, 3), torch.arange(8), 4, r"\(8,\)"),
-        (lambda: nn.InstanceNorm1d(3, affine=True), gaussian(3, 5), None, r"\(3, 5\)"),
-    ],
-    ids=["vector", "other number", "ambiguous", "one image", "positions", "one sequence"],
-)
-def test_inputs_without_a_dimension_of_samples_are_uncovered(
-    make: Callable[[], nn.Module], inputs: Tensor, samples: Samples, shape: str
-) -> None:
-    layer = made(make)
-    outputs = layer(inputs)
-    with pytest.raises(Uncovered, match=shape):
-        contributions(LayerCall(layer, (inputs,), {}, outputs.detach(), [torch.ones_like(outputs)], samples))
-
-
 def test_rows_may_belong_to_samples_in_any_order_and_have_positions() -> None:
     layer, inputs, cotangents = made(lambda: nn.Linear(3, 4)), gaussian(5, 2, 3), gaussian(5, 2, 4, seed=2)
     sample_of_row = torch.tensor([2, 0, 2, 1, 2])
-    shares = contributions(
-        LayerCall(layer, (inputs,), {}, None, [cotangents], samples=3, rows={5: sample_of_row}),
-    )
+    shares = contributions(LayerCall(layer, (inputs,), {}, None, [cotangents], samples=3, rows={5: sample_of_row}))
     expected = torch.einsum("rto,rti->roi", cotangents, inputs)
     expected = torch.zeros(3, 4, 3, dtype=torch.float64).index_add(0, sample_of_row, expected)
     torch.testing.assert_close(shares["weight"].per_sample(slice(None)), expected)
@@ -259,10 +236,6 @@ class Temperature(nn.Module):
 class Cosine(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, nn.functional.normalize(self.weight), self.bias)
-
-
-class LikeLinear(nn.Linear):
-    """Another type with the forward of its base."""
 
 
 class Remembering(nn.Module):
@@ -330,32 +303,30 @@ def test_the_samples_of_a_layer_without_a_rule_are_sought_as_with_a_rule(
     assert_shares_are_right(made(Scale), *inputs, samples=samples, sample_dimension=sample_dimension, rows=rows)
 
 
-@pytest.mark.parametrize(
-    ("shape", "samples", "rows"), [((7, 3), 5, {}), ((7, 3), {4, 5}, {}), ((10, 3), 5, {10: integers(5, 10)})]
-)
-def test_a_layer_without_a_rule_whose_rows_are_of_unknown_samples_is_uncovered(
-    shape: tuple[int, ...], samples: Samples, rows: dict[int, Tensor]
-) -> None:
-    layer, inputs = made(Temperature), gaussian(*shape)
+UNCOVERED: dict[str, tuple[Callable[[], nn.Module], Tensor, Samples, dict[int, Tensor], str]] = {
+    "vector": (lambda: nn.Linear(3, 4), gaussian(3), None, {}, r"\(3,\)"),
+    "other number": (lambda: nn.Linear(3, 4), gaussian(5, 3), 3, {}, r"\(5, 3\)"),
+    "ambiguous": (lambda: nn.Linear(3, 4), gaussian(6, 3), [2, 3], {}, r"\(6, 3\).* 2 or 3 samples"),
+    "one image": (lambda: nn.Conv2d(2, 3, 3), gaussian(2, 5, 5), None, {}, r"\(2, 5, 5\)"),
+    "positions": (lambda: nn.Embedding(8, 3), torch.arange(8), 4, {}, r"\(8,\)"),
+    "one sequence": (lambda: nn.InstanceNorm1d(3, affine=True), gaussian(3, 5), None, {}, r"\(3, 5\)"),
+    "without a rule, other number": (Temperature, gaussian(7, 3), 5, {}, "samples"),
+    "without a rule, ambiguous": (Temperature, gaussian(7, 3), {4, 5}, {}, "samples"),
+    "without a rule, rows": (Temperature, gaussian(10, 3), 5, {10: integers(5, 10)}, "samples"),
+    "dropout": (Dropping, gaussian(5, 3), None, {}, "random numbers"),
+    "state": (Remembering, gaussian(5, 3), None, {}, "another output"),
+}
+
+
+@pytest.mark.parametrize("case", UNCOVERED)
+def test_calls_that_cannot_be_read_by_sample_are_uncovered(case: str) -> None:
+    make, inputs, samples, rows, message = UNCOVERED[case]
+    layer = made(make)
     outputs = layer(inputs).detach()
-    with pytest.raises(Uncovered, match="samples"):
-        contributions(LayerCall(layer, (inputs,), {}, outputs, [torch.ones_like(outputs)], samples, rows))
-
-
-def test_a_subclass_with_the_forward_of_its_base_has_its_rule() -> None:
-    layer = made(lambda: LikeLinear(3, 4))
-    assert has_rule(layer)
-    assert_shares_are_right(layer, gaussian(5, 3))
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"), [(Dropping, "random numbers"), (Remembering, "another output")], ids=["dropout", "state"]
-)
-def test_a_layer_that_gives_something_else_the_next_time_is_uncovered(kind: type[nn.Module], message: str) -> None:
-    layer, inputs = made(kind), gaussian(5, 3)
-    outputs = layer(inputs)
+    state = [buffer.clone() for buffer in layer.buffers()]
     with pytest.raises(Uncovered, match=message):
-        contributions(LayerCall(layer, (inputs,), {}, outputs.detach(), [torch.ones_like(outputs)]))
+        contributions(LayerCall(layer, (inputs,), {}, outputs, [torch.ones_like(outputs)], samples, rows))
+    assert state == list(layer.buffers())  # running it again leaves its state alone
 
 
 @pytest.mark.parametrize("size", [1e-9, 1e9])
@@ -366,14 +337,6 @@ def test_what_a_layer_gives_the_next_time_is_compared_in_units_of_its_outputs(si
     assert contributions(LayerCall(layer, (inputs,), {}, rounded, [torch.ones_like(outputs)]))
     with pytest.raises(Uncovered, match="another output"):
         contributions(LayerCall(layer, (inputs,), {}, other, [torch.ones_like(outputs)]))
-
-
-def test_running_a_layer_again_leaves_its_state_alone() -> None:
-    layer, inputs = made(Remembering), gaussian(5, 3)
-    outputs = layer(inputs)
-    with pytest.raises(Uncovered):
-        contributions(LayerCall(layer, (inputs,), {}, outputs.detach(), [torch.ones_like(outputs)]))
-    assert layer.count == 1
 
 
 def test_running_a_pruned_layer_again_leaves_its_weight_alone() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -35,7 +34,9 @@ class _Autograd(Linearization):
 
     def __init__(self, function: Function, params: Parameters, args: tuple[Any, ...]) -> None:
         self._module = function if isinstance(function, nn.Module) else None
-        self._call = partial(_call, function) if isinstance(function, nn.Module) else function
+        self._call: Callable[..., Tensor] = function
+        if isinstance(function, nn.Module):
+            self._call = lambda params, *inputs: call_with(function, params, inputs)
         self._args = args
         self._point = {name: p.clone().requires_grad_() for name, p in params.items()}
         self._random_state = random_state(*args)
@@ -209,10 +210,6 @@ def _is_view(node: Node) -> bool:
 
 def written(vector: dict[str, Tensor], out: Parameters | None) -> dict[str, Tensor]:
     return vector if out is None else {name: out[name].copy_(t) for name, t in vector.items()}
-
-
-def _call(module: nn.Module, params: Parameters, *args: Any) -> Tensor:
-    return call_with(module, params, args)
 
 
 @contextmanager

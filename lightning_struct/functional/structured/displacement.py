@@ -15,8 +15,6 @@ those of equation (2). The Toeplitz-like matrices are equation (2) with A = Z_1 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -82,12 +80,13 @@ def ldr_to_dense(a: Operator, b: Operator, G: Tensor, H: Tensor, method: str = "
             return tridiagonal_to_dense(a, b_transposed, G, H)
         if isinstance(a, DiagonalOperator) and isinstance(b_transposed, DiagonalOperator):
             return _rounded(_between_diagonals(a, b_transposed, G, H), G, H)
-        if (pair := _ReversedPair.of(a, b_transposed)) is not None:
-            G, H = pair.reverse_rows(G, 0), pair.reverse_columns(H, 0)
-            M = subdiagonal_to_dense(*pair.entries(G), G, H)
-            return pair.reverse_rows(pair.reverse_columns(M, 1), 0)
-    left, right = _krylov_rows(a, b_transposed, G, H)
-    return _rounded(left.mT @ right, G, H)  # equation (2)
+        if (pair := _below_the_diagonal(a, b_transposed)) is not None:
+            (left, rows), (right, columns) = pair
+            G, H = _reversed(G, 0, rows), _reversed(H, 0, columns)
+            M = subdiagonal_to_dense(*_entries(left, G), *_entries(right, G), G, H)
+            return _reversed(_reversed(M, 1, columns), 0, rows)
+    columns_of_a, columns_of_b = _krylov_rows(a, b_transposed, G, H)
+    return _rounded(columns_of_a.mT @ columns_of_b, G, H)  # equation (2)
 
 
 def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method: str = "auto") -> Tensor:
@@ -123,20 +122,21 @@ def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method
     if method != "krylov" and _is_real(a, b_transposed, G, H, x):
         if isinstance(a, TridiagonalOperator) and isinstance(b_transposed, TridiagonalOperator):
             return tridiagonal_matmul(a, b_transposed, G, H, x, method)
-        if (pair := _ReversedPair.of(a, b_transposed)) is not None:
-            G, H, x = pair.reverse_rows(G, 0), pair.reverse_columns(H, 0), pair.reverse_columns(x, -1)
-            if method == "auto" and isinstance(pair.a, ShiftOperator) and isinstance(pair.b, ShiftOperator):
-                product = toeplitz_like_matmul(G, H, x, pair.a.f, pair.b.f)
+        if (pair := _below_the_diagonal(a, b_transposed)) is not None:
+            (left, rows), (right, columns) = pair
+            G, H, x = _reversed(G, 0, rows), _reversed(H, 0, columns), _reversed(x, -1, columns)
+            if method == "auto" and isinstance(left, ShiftOperator) and isinstance(right, ShiftOperator):
+                product = toeplitz_like_matmul(G, H, x, left.f, right.f)
             else:
-                product = subdiagonal_matmul(*pair.entries(G), G, H, x, method)
-            return pair.reverse_rows(product, -1)
+                product = subdiagonal_matmul(*_entries(left, G), *_entries(right, G), G, H, x, method)
+            return _reversed(product, -1, rows)
         if method == "auto" and isinstance(a, DiagonalOperator) and isinstance(b_transposed, DiagonalOperator):
             M = _between_diagonals(a, b_transposed, G, H)
             return _rounded(x.to(M.dtype) @ M.mT, G, H, x)
     if method not in ("auto", "krylov"):
         raise ValueError(f'method must be "auto" or "krylov" for these operators, got {method!r}')
-    left, right = _krylov_rows(a, b_transposed, G, H)
-    return _rounded(krylov_product(left, right, x.to(left.dtype)), G, H, x)  # equation (2)
+    columns_of_a, columns_of_b = _krylov_rows(a, b_transposed, G, H)
+    return _rounded(krylov_product(columns_of_a, columns_of_b, x.to(columns_of_a.dtype)), G, H, x)  # equation (2)
 
 
 def sylvester_displacement(M: Tensor, a: Operator, b: Operator) -> Tensor:
@@ -230,49 +230,33 @@ def _rounded(product: Tensor, *arguments: Tensor) -> Tensor:
     return product.to(dtype) if dtype.itemsize == 2 else product
 
 
-class _ReversedPair(NamedTuple):
-    """Subdiagonal A' and B' with A = J_1 A' J_1 and Bᵀ = J_2 B' J_2, J_i the identity or the reversal of the order.
+_Subdiagonal = SubdiagonalOperator | ShiftOperator
 
-    The reversal turns the transpose of a subdiagonal operator into a subdiagonal one: M is that of A', B', J_1 G and
-    J_2 H with its rows and columns reversed.
+
+def _below_the_diagonal(*operators: DisplacementOperator) -> list[tuple[_Subdiagonal, bool]] | None:
+    """Subdiagonal A' and B' with A = J_1 A' J_1 and Bᵀ = J_2 B' J_2, and whether J_1 and J_2 reverse the order.
+
+    J_i is the identity or the reversal of the order, which turns the transpose of a subdiagonal operator into a
+    subdiagonal one: M is that of A', B', J_1 G and J_2 H with its rows and columns reversed. None if A or Bᵀ is not
+    subdiagonal in any direction.
     """
-
-    a: SubdiagonalOperator | ShiftOperator
-    b: SubdiagonalOperator | ShiftOperator
-    rows_reversed: bool
-    columns_reversed: bool
-
-    @staticmethod
-    def of(a: DisplacementOperator, b_transposed: DisplacementOperator) -> _ReversedPair | None:
-        """A' and B' for A and Bᵀ; None if one of these is not subdiagonal in any direction."""
-        left, right = _subdiagonal_or_reversed(a), _subdiagonal_or_reversed(b_transposed)
-        if left is None or right is None:
+    found: list[tuple[_Subdiagonal, bool]] = []
+    for operator in operators:
+        is_reversed = isinstance(operator, TransposedOperator)
+        below = operator.operator if isinstance(operator, TransposedOperator) else operator
+        if not isinstance(below, _Subdiagonal):
             return None
-        rows_reversed, columns_reversed = (isinstance(operator, TransposedOperator) for operator in (a, b_transposed))
-        return _ReversedPair(left, right, rows_reversed, columns_reversed)
-
-    def entries(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Subdiagonal and corner of A', subdiagonal and corner of B'."""
-        return *_entries(self.a, like), *_entries(self.b, like)
-
-    def reverse_rows(self, tensor: Tensor, dim: int) -> Tensor:
-        return tensor.flip(dim) if self.rows_reversed else tensor
-
-    def reverse_columns(self, tensor: Tensor, dim: int) -> Tensor:
-        return tensor.flip(dim) if self.columns_reversed else tensor
+        if is_reversed and isinstance(below, SubdiagonalOperator):
+            below = SubdiagonalOperator(below.subdiagonal.flip(0), below.corner)
+        found.append((below, is_reversed))
+    return found
 
 
-def _subdiagonal_or_reversed(operator: DisplacementOperator) -> SubdiagonalOperator | ShiftOperator | None:
-    """The operator, or if it is superdiagonal the subdiagonal one with the order reversed; None if it is neither."""
-    if not isinstance(operator, TransposedOperator):
-        return operator if isinstance(operator, SubdiagonalOperator | ShiftOperator) else None
-    below = operator.operator
-    if isinstance(below, SubdiagonalOperator):
-        return SubdiagonalOperator(below.subdiagonal.flip(0), below.corner)
-    return below if isinstance(below, ShiftOperator) else None
+def _reversed(tensor: Tensor, dim: int, is_reversed: bool) -> Tensor:
+    return tensor.flip(dim) if is_reversed else tensor
 
 
-def _entries(operator: SubdiagonalOperator | ShiftOperator, like: Tensor) -> tuple[Tensor, Tensor]:
+def _entries(operator: _Subdiagonal, like: Tensor) -> tuple[Tensor, Tensor]:
     """The subdiagonal and the corner."""
     if isinstance(operator, SubdiagonalOperator):
         return operator.subdiagonal, operator.corner
@@ -281,9 +265,7 @@ def _entries(operator: SubdiagonalOperator | ShiftOperator, like: Tensor) -> tup
 
 def _resolved(operator: DisplacementOperator) -> DisplacementOperator:
     """The same operator; a :class:`TransposedOperator` only where there is no other way to write it."""
-    if isinstance(operator, TransposedOperator) and not isinstance(
-        operator.operator, SubdiagonalOperator | ShiftOperator
-    ):
+    if isinstance(operator, TransposedOperator) and not isinstance(operator.operator, _Subdiagonal):
         return operator.operator.T
     return operator
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,7 +188,7 @@ def _krylov_rows(
     bands, (G, H) = [weight.to(computed) for weight in bands], (G.to(computed), H.to(computed))
     count = min(a.size, b.size)
     if method == "recurrence":
-        left, right = recurrences(TridiagonalArithmetic(), bands, [G.mT[None], H.mT[None]], count)
+        left, right = _Recurrences.apply(TridiagonalArithmetic(), count, False, *bands, G.mT[None], H.mT[None])
         return left.flatten(0, 1), right.flatten(0, 1), dtype
     return _giant_steps(bands[0], G, count), _giant_steps(bands[1], H, count), dtype
 
@@ -230,7 +230,7 @@ def _giant_steps(bands: Tensor, v: Tensor, count: int) -> Tensor:
     while states.shape[-1] < step * r:
         states = torch.cat([states, arithmetic.multiply(power, states)], -1)
         power = _square(power)
-    (states,) = recurrences(arithmetic, [power], [states[None]], -(-count // step))
+    (states,) = _Recurrences.apply(arithmetic, -(-count // step), False, power, states[None])
     rows = states.flatten(1, 2)
     rows = rows.index_select(1, slot) if padded else rows
     return rows.mT.flatten(0, 1)[: count * r]
@@ -244,54 +244,20 @@ def _square(blocks: Tensor) -> Tensor:
     return blocks @ torch.cat([before, blocks, after], 1)
 
 
-class CyclicArithmetic(Protocol):
-    """Arithmetic of tridiagonal cyclic matrices W, for one way of storing W and the states S_t, (count, ...)."""
-
-    columns: int
-    """The dimension of the states along which independent columns lie."""
-
-    def run(self, weights: Sequence[Tensor], states: Sequence[Tensor], steps: list[tuple[int, int]]) -> list[Tensor]:
-        """The states, by S_new <- W S_old + F_new for each (old, new) of the steps, in turn.
-
-        Args:
-            weights: W of each recurrence.
-            states: F of each recurrence, one for each t, or F_0 alone.
-            steps: len(steps) + 1 is the number of states.
-        """
-
-    def transpose(self, weight: Tensor) -> Tensor:
-        """Wᵀ, stored as W."""
-
-    def multiply(self, weight: Tensor, states: Tensor) -> Tensor:
-        """W S_t for all t."""
-
-    def outer(self, left: Tensor, right: Tensor) -> Tensor:
-        """The entries of Σ_t L_t R_tᵀ at the positions that W has, stored as W."""
-
-
-def recurrences(
-    arithmetic: CyclicArithmetic,
-    weights: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    count: int,
-    backwards: bool = False,
-) -> tuple[Tensor, ...]:
-    """S_0, ..., S_{count-1} of each recurrence; ``backwards``, S_t = W S_{t+1} + F_t.
+class _Recurrences(torch.autograd.Function):
+    """S_0, ..., S_{count-1} of each recurrence S_t = W S_{t-1} + F_t; ``backwards``, S_t = W S_{t+1} + F_t.
 
     Args:
         arithmetic: how W and the states are stored.
-        weights: W of each recurrence.
-        sources: F_0, ..., F_{count-1} of each recurrence; or, forwards, F_0 alone, the others being zero.
         count: number of states.
         backwards: the direction.
+        *tensors: W of each recurrence, and then F_0, ..., F_{count-1} of each; or, forwards, F_0 alone, the others
+            being zero.
 
     Returns:
         The states of each recurrence, shaped as the sources but for the first dimension, ``count``.
     """
-    return _Recurrences.apply(arithmetic, count, backwards, *weights, *sources)
 
-
-class _Recurrences(torch.autograd.Function):
     @staticmethod
     def forward(arithmetic: CyclicArithmetic, count: int, backwards: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         weights, sources = _halves(tensors)
@@ -313,7 +279,7 @@ class _Recurrences(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         weights, states = _halves(ctx.saved_tensors)
         transposed = [ctx.arithmetic.transpose(weight) for weight in weights]
-        adjoints = recurrences(ctx.arithmetic, transposed, cotangents, ctx.count, not ctx.backwards)
+        adjoints = _Recurrences.apply(ctx.arithmetic, ctx.count, not ctx.backwards, *transposed, *cotangents)
         of_weights: list[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[3 : 3 + len(weights)]):
             later, earlier = _neighbours(ctx.backwards)
@@ -337,7 +303,7 @@ class _Recurrences(torch.autograd.Function):
                 product = ctx.arithmetic.multiply(weight, state[earlier])
                 total = total + torch.cat([product, zeros[:1]] if ctx.backwards else [zeros[:1], product])
             sources.append(total)
-        return recurrences(ctx.arithmetic, weights, sources, ctx.count, ctx.backwards)
+        return _Recurrences.apply(ctx.arithmetic, ctx.count, ctx.backwards, *weights, *sources)
 
     @staticmethod
     def vmap(info: Any, dims: Any, arithmetic: CyclicArithmetic, count: int, backwards: bool, *tensors: Tensor) -> Any:
@@ -345,7 +311,7 @@ class _Recurrences(torch.autograd.Function):
         (weights, sources), (weight_dims, source_dims) = _halves(tensors), _halves(dims[3:])
         if all(dim is None for dim in weight_dims):
             merged = [_merge(source, dim, size, columns) for source, dim in zip(sources, source_dims, strict=True)]
-            states = recurrences(arithmetic, weights, merged, count, backwards)
+            states = _Recurrences.apply(arithmetic, count, backwards, *weights, *merged)
             return tuple(state.unflatten(columns, (-1, size)) for state in states), (columns + 1,) * len(states)
         runs = []
         for i in range(size):
@@ -355,19 +321,27 @@ class _Recurrences(torch.autograd.Function):
 
 
 class TridiagonalArithmetic:
-    """Arithmetic of matrices of numbers, stored as three bands.
+    """Arithmetic of tridiagonal cyclic matrices W of numbers, stored as three bands.
 
     With n entries and r columns the states are (count, r, n), and W is (3, n): the factors by which entry i takes entry
     i - 1, itself, and entry i + 1.
     """
 
     columns = 1
+    """The dimension of the states along which independent columns lie."""
 
     # The states lie in one buffer with copies of the other end at both ends, so that neighbours are views. Copies of
     # this many entries need renewing only after as many steps, since what they take from beyond spreads by one a step.
     HALO = 16
 
     def run(self, weights: Sequence[Tensor], states: Sequence[Tensor], steps: list[tuple[int, int]]) -> list[Tensor]:
+        """The states, by S_new <- W S_old + F_new for each (old, new) of the steps, in turn.
+
+        Args:
+            weights: W of each recurrence.
+            states: F of each recurrence, one for each t, or F_0 alone.
+            steps: len(steps) + 1 is the number of states.
+        """
         halo = min(self.HALO, *(weight.shape[-1] for weight in weights))
         bodies = list(_bodies((weight.shape[-1] for weight in weights), halo))
         like, given = states[0], states[0].shape[0]
@@ -401,19 +375,22 @@ class TridiagonalArithmetic:
         return [kept[..., body] for body in bodies]
 
     def transpose(self, weight: Tensor) -> Tensor:
+        """Wᵀ, stored as W."""
         return torch.stack([weight[2].roll(1), weight[1], weight[0].roll(-1)])
 
     def multiply(self, weight: Tensor, states: Tensor) -> Tensor:
+        """W S_t for all t."""
         return weight[0] * states.roll(1, -1) + weight[1] * states + weight[2] * states.roll(-1, -1)
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
+        """The entries of Σ_t L_t R_tᵀ at the positions that W has, stored as W."""
         of_left = [_dot(left[..., :1], right[..., -1:]), _dot(left[..., 1:], right[..., :-1])]
         of_right = [_dot(left[..., :-1], right[..., 1:]), _dot(left[..., -1:], right[..., :1])]
         return torch.stack([torch.cat(of_left), _dot(left, right), torch.cat(of_right)])
 
 
 class BlockTridiagonalArithmetic:
-    """Arithmetic of matrices of b x b blocks, stored as rows of three blocks.
+    """The same for matrices of b x b blocks, stored as rows of three blocks.
 
     With k blocks and c columns the states are (count, k, b, c), and W is (k, b, 3b): the matrices by which block i
     takes block i - 1, itself, and block i + 1.
@@ -446,6 +423,9 @@ class BlockTridiagonalArithmetic:
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         left, right = (states.movedim(0, 2).flatten(2) for states in (left, right))
         return torch.cat([left @ right.roll(shift, 0).mT for shift in (1, 0, -1)], -1)
+
+
+CyclicArithmetic = TridiagonalArithmetic | BlockTridiagonalArithmetic
 
 
 def _bodies(sizes: Iterator[int], halo: int) -> Iterator[slice]:

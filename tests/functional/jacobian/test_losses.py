@@ -220,12 +220,7 @@ def test_an_object_that_lacks_methods_is_refused_with_their_names() -> None:
     ("loss", "shape", "targets", "message"),
     [
         *(("mse", (3, 4), torch.zeros(s), r"\(3, 4\) but targets \(" + str(s[0])) for s in ((3, 5), (3,), (1, 3, 4))),
-        (
-            "mse",
-            (4, 1),
-            torch.zeros(4),
-            r"must be alike: give targets of shape \(n, 1\), as by targets\[:, None\]",
-        ),
+        ("mse", (4, 1), torch.zeros(4), r"must be alike: give targets of shape \(n, 1\), as by targets\[:, None\]"),
         ("cross_entropy", (3, 4), indices(0, 0), "class indices .* or probabilities"),
         ("cross_entropy", (3, 4), indices(0, 0, 0)[:, None], "class indices .* or probabilities"),
         ("cross_entropy", (3, 4), torch.zeros(3), "class indices .* or probabilities"),

@@ -72,18 +72,6 @@ def test_a_forward_without_gradients_inside_the_context_is_not_counted() -> None
     torch.testing.assert_close(norms.squared_norms, measured(module, inputs), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("positions", [1, 2, 7])
-def test_bfloat16_autocast_gives_float32_norms_near_the_float32_ones(positions: int) -> None:
-    module, inputs = network().float(), gaussian(5, positions, 3, seed=1).float()
-    expected = per_sample_gradients(module, inputs).square().sum(1)
-    with per_sample_gradient_norms(module) as norms:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(module(inputs).float())
-        loss.backward()
-    assert norms.squared_norms.dtype == torch.float32
-    torch.testing.assert_close(norms.squared_norms, expected, rtol=0.05, atol=0.05)
-
-
 def test_gradients_may_be_changed_before_the_norms_are_read() -> None:
     module, inputs = network(), gaussian(5, 3, seed=1)
     with per_sample_gradient_norms(module) as norms:
@@ -317,10 +305,11 @@ def test_a_layer_that_is_pruned_later_is_measured() -> None:
     assert torch.allclose(sum(measured.values()), gradients.square().sum(1)) and len(measured) == 4
 
 
-@pytest.mark.parametrize("name", ["convolutional", "transformer"])
+@pytest.mark.parametrize("name", ["(5, 2)", "convolutional", "transformer"])
 def test_under_autocast_the_shares_add_up_to_the_gradient_but_for_its_rounding(name: str) -> None:
     module, inputs = model(name)
     module, inputs = module.float(), inputs.float()
+    expected = per_sample_gradients(module, inputs).square().sum(1)
     if name == "transformer":  # whose masks of the forward pass are repeated
         module.self_attn.dropout = module.dropout.p = 0.5
     with GradientNormRecorder(module, check=True) as recorder:
@@ -329,7 +318,10 @@ def test_under_autocast_the_shares_add_up_to_the_gradient_but_for_its_rounding(n
         loss.backward()
     recorder.verify()
     assert not recorder.uncovered
-    assert all(norms.squared_norms[0].dtype == torch.float32 for norms in recorder.results())
+    norms = [of_parameter.squared_norms[0] for of_parameter in recorder.results()]
+    assert all(of_parameter.dtype == torch.float32 for of_parameter in norms)
+    if name != "transformer":
+        torch.testing.assert_close(sum(norms), expected, rtol=0.05, atol=0.05)
 
 
 def test_the_wrapper_of_distributed_training_may_be_called_in_place_of_the_module(tmp_path: Path) -> None:
@@ -585,24 +577,15 @@ def test_a_copy_of_the_module_is_not_measured() -> None:
     assert not recorder.results()
 
 
-def test_estimates_are_unbiased_and_depend_on_the_seed_alone() -> None:
+def test_estimates_depend_on_the_seed_alone() -> None:
     torch.manual_seed(0)
-    module, inputs = nn.Conv2d(6, 7, 3).double(), gaussian(400, 6, 8, 8, seed=1)
-
-    def norms(recorder: GradientNormRecorder) -> Tensor:
-        module.zero_grad()
-        loss_of(module(inputs)).backward()
-        return recorder.results()[0].squared_norms[0]
-
-    with GradientNormRecorder(module) as recorder:
-        exact = norms(recorder)
-    estimates = []
+    module, inputs, estimates = nn.Conv2d(6, 7, 3).double(), gaussian(20, 6, 8, 8, seed=1), []
     with GradientNormRecorder(module, probes=2, seed=1) as recorder:
         for seed in (1, 2, 1):
             recorder.reseed(seed)
-            estimates.append(norms(recorder))
-    assert not torch.allclose(exact, estimates[0], rtol=0.01)
-    assert estimates[0].mean() / exact.mean() == pytest.approx(1, abs=0.05)  # its standard deviation is below .05
+            module.zero_grad()
+            loss_of(module(inputs)).backward()
+            estimates.append(recorder.results()[0].squared_norms[0])
     assert torch.equal(estimates[0], estimates[2]) and not torch.equal(estimates[0], estimates[1])
 
 
@@ -740,33 +723,23 @@ def test_processes_take_the_projections_that_one_process_takes():
 
 def test_uses_by_different_samples_are_measured_one_after_the_other():
     torch.manual_seed(0)
-    layer = nn.Linear(3, 2, dtype=torch.float64)
-    labelled, unlabelled = torch.randn(4, 3, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    layer, labelled, unlabelled = nn.Linear(3, 2).double(), gaussian(4, 3, seed=1), gaussian(6, 3, seed=2)
     with GradientNormRecorder(layer, samples={4, 6}) as recorder:
-        (layer(labelled).square().mean() + layer(unlabelled).tanh().mean()).backward()
-    (measured,) = recorder.results()[0].squared_norms
-    layer.zero_grad()
-    separate = []
-    for inputs, function in ((labelled, torch.square), (unlabelled, torch.tanh)):
-        with GradientNormRecorder(layer) as alone:
-            function(layer(inputs)).mean().backward()
-        separate.append(alone.results()[0].squared_norms[-1])
-    torch.testing.assert_close(measured, torch.cat(separate), rtol=1e-10, atol=0)
+        (loss_of(layer(labelled)) + loss_of(layer(unlabelled))).backward()
+    expected = per_sample_gradients(layer, torch.cat([labelled, unlabelled])).square().sum(1)
+    torch.testing.assert_close(sum(norms.squared_norms[0] for norms in recorder.results()), expected)
+
+
+class Attention(Scaling):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x * self.factor, x, x)
 
 
 def test_attention_in_a_module_without_a_rule_brings_no_warning_of_torch():
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.scaled_dot_product_attention(x * self.scale, x, x)
-
     module = Attention()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with per_sample_gradient_norms(module) as recorder:
-            module(torch.randn(3, 2, 5, 4)).square().sum().backward()
+            module(torch.randn(3, 2, 5, 3)).square().sum().backward()
     assert len(recorder.squared_norms) == 3
     assert not [str(warning.message) for warning in said if "performance drop" in str(warning.message)]

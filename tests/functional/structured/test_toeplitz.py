@@ -77,19 +77,6 @@ def test_the_prepared_matrix_takes_few_rows_and_many(n, rank, rows):
     assert relative_error(product, toeplitz_like_matmul(G, H, x, f, g)) < 1e-13
 
 
-def test_a_toeplitz_matrix_is_of_rank_two():
-    """T = Σ_j Z_0^j (c e₀ᵀ + e₀ rᵀ) (Z_0ᵀ)^j."""
-    n = 8
-    generator = torch.Generator().manual_seed(0)
-    diagonals = torch.randn(2 * n - 1, generator=generator, dtype=torch.float64)
-    toeplitz = torch.stack([diagonals[n - 1 + i - torch.arange(n)] for i in range(n)])
-    first = torch.eye(n, dtype=torch.float64)[0]
-    G = torch.stack([toeplitz[:, 0], first], 1)
-    H = torch.stack([first, toeplitz[0] - toeplitz[0, 0] * first], 1)
-    product = toeplitz_like_matmul(G, H, torch.eye(n, dtype=torch.float64), 0.0, 0.0)
-    torch.testing.assert_close(product.T, toeplitz, rtol=0, atol=1e-13)
-
-
 @pytest.mark.parametrize("leading", [(), (1,), (2, 3), (0,), (2, 0, 3)])
 def test_any_leading_shape(leading):
     G, H, _ = factors(5, 4)

@@ -140,13 +140,6 @@ def test_corners_of_the_hankel_like_operators(f, g):
     torch.testing.assert_close(hankel_like_matmul(G, H, x, f, g), x @ matrix.mT)
 
 
-def test_a_vandermonde_matrix_of_any_shape_is_vandermonde_like():
-    for m, n in SHAPES:
-        h = torch.eye(n, 1, dtype=torch.float64)
-        matrix = vandermonde_like_matmul(nodes(m), torch.ones(m, 1, dtype=torch.float64), h, torch.eye(n).double()).mT
-        torch.testing.assert_close(matrix, nodes(m)[:, None] ** torch.arange(n), msg=f"{m} x {n}")
-
-
 def test_a_cauchy_like_product_is_the_same_in_any_number_of_pieces(monkeypatch):
     parameters, matrix = cauchy_like(20, 7)
     x = randn(3, 7, seed=2)

@@ -50,12 +50,7 @@ _lock = threading.Lock()
 _active = 0
 
 
-class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.recordings: list[RecordedCalls] = []
-
-
-_of_thread = _OfThread()
+_of_thread = threading.local()  # its own recordings
 
 
 class RecordedCalls:
@@ -70,7 +65,7 @@ class RecordedCalls:
 
     def __enter__(self) -> Self:
         global _active, _linear
-        _of_thread.recordings.append(self)
+        vars(_of_thread).setdefault("recordings", []).append(self)
         with _lock:
             if _active == 0:
                 _linear = F.linear  # which others may have replaced, too, as DeepSpeed does
@@ -91,7 +86,7 @@ class RecordedCalls:
 def _recorded_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     outputs = _linear(input, weight, bias)
     if not isinstance(outputs, FakeTensor):  # torch.compile runs graphs on these before it runs them
-        for recording in _of_thread.recordings:
+        for recording in getattr(_of_thread, "recordings", ()):
             recording.calls.append(LinearCall(input, weight, bias, outputs))
     return outputs
 

@@ -84,28 +84,22 @@ def dampings(tmp_path, ratios, callback=None, accumulate=1, make=DampedSGD, **op
     return module.dampings
 
 
-def test_damping_falls_where_the_model_is_good(tmp_path):
-    assert dampings(tmp_path, [0.8, 1.5]) == [4.0, 2.0]
-
-
-def test_damping_rises_where_the_model_is_bad(tmp_path):
-    assert dampings(tmp_path, [0.2, -1.0]) == [16.0, 32.0]
-
-
-def test_damping_stays_in_between(tmp_path):
-    assert dampings(tmp_path, [0.25, 0.75]) == [8.0, 8.0]
-
-
-def test_damping_is_bounded(tmp_path):
-    assert dampings(tmp_path, [0.8, 0.8, 0.2, 0.2], min_damping=3.0, max_damping=10.0) == [4.0, 3.0, 6.0, 10.0]
-
-
-def test_bounds_for_the_ratio_can_be_set(tmp_path):
-    assert dampings(tmp_path, [0.5, 0.7], lower=0.55, upper=0.65) == [16.0, 8.0]
-
-
-def test_a_batch_without_a_step_changes_nothing(tmp_path):
-    assert dampings(tmp_path, [0.8, 0.8], accumulate=2) == [8.0, 4.0, 4.0, 2.0]
+@pytest.mark.parametrize(
+    ("ratios", "options", "expected"),
+    [
+        ([0.8, 1.5], {}, [4.0, 2.0]),
+        ([0.2, -1.0], {}, [16.0, 32.0]),
+        ([0.25, 0.75], {}, [8.0, 8.0]),
+        ([0.8, 0.8, 0.2, 0.2], {"min_damping": 3.0, "max_damping": 10.0}, [4.0, 3.0, 6.0, 10.0]),
+        ([0.5, 0.7], {"lower": 0.55, "upper": 0.65}, [16.0, 8.0]),
+        ([0.8, 0.8], {"accumulate": 2}, [8.0, 4.0, 4.0, 2.0]),
+        ([0.8, 0.2], {"make": RatioSGD}, [4.0, 8.0]),
+        ([0.8, None, 0.8], {"make": RatioSGD}, [4.0, 4.0, 2.0]),  # a step without a ratio
+        ([0.8, 0.2], {"make": RetryingSGD}, [50.0, 200.0]),  # the damping that was reported counts
+    ],
+)
+def test_damping_follows_the_ratio(tmp_path, ratios, options, expected):
+    assert dampings(tmp_path, ratios, **options) == expected
 
 
 class FailingSGD(DampedSGD):
@@ -194,18 +188,6 @@ def test_a_run_resumed_without_it_goes_on_by_the_rule_of_the_optimizer(tmp_path)
     second = make_trainer(tmp_path, max_epochs=2)
     second.fit(SHFNetwork(damping=LevenbergMarquardt(1.0, drop=0.5)), draw_loader(), ckpt_path=tmp_path / "first.ckpt")
     assert second.optimizers[0].drop == 0.5
-
-
-def test_an_optimizer_may_report_the_ratio_itself(tmp_path):
-    assert dampings(tmp_path, [0.8, 0.2], make=RatioSGD) == [4.0, 8.0]
-
-
-def test_a_step_without_a_ratio_changes_nothing(tmp_path):
-    assert dampings(tmp_path, [0.8, None, 0.8], make=RatioSGD) == [4.0, 4.0, 2.0]
-
-
-def test_the_damping_that_was_reported_counts(tmp_path):
-    assert dampings(tmp_path, [0.8, 0.2], make=RetryingSGD) == [50.0, 200.0]
 
 
 @pytest.mark.parametrize("name", ["optimizer", "base_optimizer", "optim", "_optimizer"])

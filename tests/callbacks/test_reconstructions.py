@@ -69,49 +69,38 @@ def shown(axes):
     return torch.stack([torch.as_tensor(cell.images[0].get_array()).flatten() for cell in axes])
 
 
-def test_picture_has_images_above_their_reconstructions(tmp_path):
-    callback = ReconstructionPlot(count=4)
-    module, run = Darken(), trainer(tmp_path, callback)
-    run.fit(module)
-    _, axes = callback.plot(run, module)
-    assert torch.allclose(shown(axes[0]), IMAGES[:4]) and torch.allclose(shown(axes[1]), IMAGES[:4] / 2)
-
-
-def test_batch_is_that_of_the_validation_step(tmp_path):
-    callback = ReconstructionPlot(count=3)
-    module, run = Inverted(), trainer(tmp_path, callback)
-    run.fit(module)
-    assert torch.allclose(shown(callback.plot(run, module)[1][0]), 1 - IMAGES[:3])
-
-
 class AugmentedInTraining(Darken):
     def on_after_batch_transfer(self, batch, dataloader_idx):
         return [1 - images for images in batch] if self.trainer.training else batch
 
 
-class KeptPlot(ReconstructionPlot):
-    def plot(self, trainer, pl_module):
-        figure, self.axes = super().plot(trainer, pl_module)
-        return figure, self.axes
+@pytest.mark.parametrize(
+    ("module", "validation", "images"),
+    [
+        (Darken, None, IMAGES),
+        (Inverted, None, 1 - IMAGES),  # the batch is that of the validation step
+        (AugmentedInTraining, None, IMAGES),
+        (LabelsFirst, None, IMAGES),  # the module says where the images are
+        (Darken, DataLoader(IMAGES, batch_size=5), IMAGES),  # the batch is the images
+    ],
+)
+def test_picture_has_images_above_their_reconstructions(tmp_path, module, validation, images):
+    drawn = []
 
+    class Kept(ReconstructionPlot):
+        def plot(self, trainer, pl_module):
+            drawn.append(super().plot(trainer, pl_module))
+            return drawn[-1]
 
-def test_images_are_not_augmented_as_in_training(tmp_path):
-    callback = KeptPlot(count=3)
-    trainer(tmp_path, callback).fit(AugmentedInTraining())
-    assert torch.allclose(shown(callback.axes[0]), IMAGES[:3])
-
-
-def test_module_says_where_the_images_are_in_a_batch(tmp_path):
-    callback = ReconstructionPlot(count=4)
-    module, run = LabelsFirst(), trainer(tmp_path, callback)
-    run.fit(module)
-    assert torch.allclose(shown(callback.plot(run, module)[1][0]), IMAGES[:4])
-
-
-def test_a_batch_may_be_the_images_alone(tmp_path):
-    module, run = Darken(), trainer(tmp_path, callback := ReconstructionPlot(count=4), limit_train_batches=0)
-    run.fit(module, None, DataLoader(IMAGES, batch_size=5))
-    assert torch.allclose(shown(callback.plot(run, module)[1][0]), IMAGES[:4])
+    callback, module = Kept(count=4), module()
+    limits = {} if validation is None else {"limit_train_batches": 0}
+    run = trainer(tmp_path, callback, **limits)
+    run.fit(module, None, validation)
+    _, axes = drawn[-1] if drawn else callback.plot(run, module)
+    assert torch.allclose(shown(axes[0]), images[:4]) and torch.allclose(shown(axes[1]), images[:4] / 2)
+    if drawn:
+        assert callback.paths == [tmp_path / "reconstructions.png"]
+        assert callback.paths[0].read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("shape", [(16,), (1, 4, 4)])
@@ -126,13 +115,6 @@ def test_images_may_have_a_channel_and_loaders_names(tmp_path, shape):
 def test_reconstructions_of_another_size_are_refused():
     with pytest.raises(MisconfigurationException, match="16 pixels, but their reconstructions 9"):
         plot_reconstructions(IMAGES, IMAGES[:, :9])
-
-
-def test_picture_is_written_and_its_path_kept(tmp_path):
-    callback = ReconstructionPlot()
-    trainer(tmp_path, callback).fit(Darken())
-    assert callback.paths == [tmp_path / "reconstructions.png"]
-    assert callback.paths[0].read_bytes().startswith(b"\x89PNG")
 
 
 def test_plotting_leaves_the_modes_of_all_modules_alone(tmp_path):
@@ -226,16 +208,6 @@ class Sharded(Darken):
 def test_sharded_weights_are_gathered_by_all_processes(tmp_path):
     trainer(tmp_path, ReconstructionPlot(), **two_sharded_processes()).fit(Sharded())
     assert (tmp_path / "reconstructions.png").exists()
-
-
-def test_count_must_be_positive():
-    with pytest.raises(MisconfigurationException, match="count must be at least 1, but is 0"):
-        ReconstructionPlot(count=0)
-
-
-def test_image_size_must_be_a_pair_of_numbers():
-    with pytest.raises(MisconfigurationException, match=r"image_size must be \(height, width\) .*, but is 28"):
-        ReconstructionPlot(image_size=28)
 
 
 def test_images_that_are_not_square_need_their_size():
@@ -356,3 +328,15 @@ def test_paths_of_the_predictions_of_several_processes_are_said(tmp_path, caplog
         PredictionWriter("classes").write_on_epoch_end(of_second, None, [torch.arange(2)], [[[1, 3]]])
     assert [file.name for file in tmp_path.iterdir()] == ["classes_1.pt"]
     assert "classes_0.pt to _1.pt, one for each process" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 0}, "count must be at least 1, but is 0"),
+        ({"image_size": 28}, r"image_size must be \(height, width\) .*, but is 28"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        ReconstructionPlot(**options)

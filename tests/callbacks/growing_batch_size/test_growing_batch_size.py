@@ -66,53 +66,60 @@ def fit(tmp_path, module, callback, loader=None, validation=None, **options):
 # The callback
 
 
-def test_batches_grow_by_the_norm_test(tmp_path):
-    module = ScriptedNetwork(variances=[0.25 * 30] * 12)
-    fit(tmp_path, module, GrowingBatchSize())
-    predicted = required_batch_size(7.5, 1.0, 60, 0.5)
-    assert 10 < predicted < 60 and module.sizes == [10] * 6 + [predicted] * 6
+class Doubling(GrowingBatchSize):
+    def decide(self, batch_size):
+        return min(2 * batch_size, 40)
 
 
-def test_batches_grow_to_the_whole_data_set_at_most(tmp_path):
-    module = ScriptedNetwork(variances=[1.0] * 12, squared_norm=0.0)
-    fit(tmp_path, module, GrowingBatchSize())
-    assert module.sizes[-1] == 60
+PREDICTED, MORE = required_batch_size(7.5, 1.0, 60, 0.5), required_batch_size(7.5, 1.0, 60, 0.3)
+FACTOR = {"theta": math.inf}  # and no validation: the batch grows in each step
+STALLS = {"validation_values": [1.0] * 12}
 
 
-def test_a_limit_above_the_data_set_is_that_of_the_data_set(tmp_path):
-    module = ScriptedNetwork(validation_values=[1.0] * 12)
-    fit(tmp_path, module, GrowingBatchSize(max_batch_size=1000, validation=ValidationRule(growth=3.0)))
-    assert module.sizes == [10] * 6 + [30] + [60] * 5
+@pytest.mark.parametrize(
+    ("script", "growing", "sizes"),
+    [
+        ({"variances": [7.5] * 12}, GrowingBatchSize(), [10] * 6 + [PREDICTED] * 6),
+        ({"variances": [7.5] * 12}, GrowingBatchSize(theta=0.3), [10] * 6 + [MORE] * 6),
+        ({"variances": [1.0] * 12, "squared_norm": 0.0}, GrowingBatchSize(), [10] * 6 + [60] * 6),
+        (
+            {"variances": [7.5] * 12},
+            GrowingBatchSize(validation=ValidationRule(window=2)),
+            [10] * 3 + [PREDICTED] * 9,
+        ),
+        (
+            {"variances": [None] * 12},  # as under batch normalisation
+            GrowingBatchSize(**FACTOR, validation=ValidationRule(threshold=math.inf, growth=1.5)),
+            [10] * 6 + [15, 23, 34, 51, 60, 60],
+        ),
+        (
+            {"variances": [None] * 12},  # fractions of samples are kept: 10 * 1.02**3 is 10.6, and 10 * 1.02**8 11.7
+            GrowingBatchSize(**FACTOR, validation=ValidationRule(threshold=math.inf, growth=1.02, window=1)),
+            [10] * 4 + [11] * 5 + [12] * 3,
+        ),
+        (STALLS, GrowingBatchSize(validation=ValidationRule(growth=1.1)), [10] * 6 + [11, 12, 13, 15, 16, 18]),
+        (STALLS, GrowingBatchSize(1000, validation=ValidationRule(growth=3.0)), [10] * 6 + [30] + [60] * 5),
+        (
+            STALLS,
+            GrowingBatchSize(
+                estimator=NoiseEstimator(every_n_steps=3), validation=ValidationRule(window=2, growth=1.1)
+            ),
+            [10] * 9 + [11, 11, 11],
+        ),
+        ({}, Doubling(), [10, 20] + [40] * 10),
+        ({}, Doubling(max_batch_size=25), [10, 20] + [25] * 10),
+    ],
+)
+def test_sizes_are_those_of_the_rule(tmp_path, script, growing, sizes):
+    module = ScriptedNetwork(**script)
+    fit(tmp_path, module, growing)
+    assert module.sizes == sizes
 
 
-def test_theta_is_that_of_the_norm_test(tmp_path):
-    module = ScriptedNetwork(variances=[7.5] * 12)
-    fit(tmp_path, module, GrowingBatchSize(theta=0.3))
-    assert module.sizes[-1] == required_batch_size(7.5, 1.0, 60, 0.3)
-
-
-def test_without_both_rules_the_batch_grows_by_the_factor_in_each_step(tmp_path):
-    module = ScriptedNetwork(variances=[None] * 12)  # as under batch normalisation
-    callback = GrowingBatchSize(theta=math.inf, validation=ValidationRule(threshold=math.inf, growth=1.5))
-    fit(tmp_path, module, callback)
-    assert module.sizes == [10] * 6 + [15, 23, 34, 51, 60, 60]
-    assert {record["batch_size_predicted"] for record in callback.records} == {1}
-
-
-def test_validation_values_in_the_statistics_are_checked_in_each_step(tmp_path):
-    module = ScriptedNetwork(validation_values=[1.0] * 12)
-    fit(tmp_path, module, GrowingBatchSize(validation=ValidationRule(growth=1.1)))
-    assert module.sizes == [10] * 6 + [11, 12, 13, 15, 16, 18]
-
-
-def test_a_schedule_by_hand_keeps_fractions_of_samples(tmp_path):
-    module = ScriptedNetwork(variances=[None] * 12)
-    fit(
-        tmp_path,
-        module,
-        GrowingBatchSize(theta=math.inf, validation=ValidationRule(threshold=math.inf, growth=1.02, window=1)),
-    )
-    assert module.sizes == [10] * 4 + [11] * 5 + [12] * 3  # 10 * 1.02**3 is 10.6, and 10 * 1.02**8 11.7
+def test_batches_without_a_step_are_no_checks(tmp_path):
+    callback = GrowingBatchSize()
+    fit(tmp_path, ScriptedNetwork(variances=[7.5] * 12), callback, accumulate_grad_batches=4)
+    assert len(callback.records) == 3
 
 
 @pytest.mark.parametrize("decided", [math.nan, 0, math.inf, None, "20"])
@@ -153,48 +160,6 @@ def test_a_first_monitored_value_that_is_not_finite_is_an_error(tmp_path):
     module, callback = ScriptedNetwork(val_losses=[math.inf]), GrowingBatchSize(validation=ValidationRule("val_loss"))
     with pytest.raises(MisconfigurationException, match="monitors 'val_loss', which is inf after step 1"):
         fit(tmp_path, module, callback, draw_loader(10, draws=1), validation_loader(8))
-
-
-def test_a_decision_falls_every_so_many_steps(tmp_path):
-    module = ScriptedNetwork(validation_values=[1.0] * 12)
-    fit(
-        tmp_path,
-        module,
-        GrowingBatchSize(estimator=NoiseEstimator(every_n_steps=3), validation=ValidationRule(window=2, growth=1.1)),
-    )
-    assert module.sizes == [10] * 9 + [11, 11, 11]
-
-
-def test_a_window_can_be_set(tmp_path):
-    module = ScriptedNetwork(variances=[7.5] * 12)
-    fit(tmp_path, module, GrowingBatchSize(validation=ValidationRule(window=2)))
-    assert module.sizes[:4] == [10, 10, 10, required_batch_size(7.5, 1.0, 60, 0.5)]
-
-
-def test_batches_without_a_step_are_no_checks(tmp_path):
-    module, callback = ScriptedNetwork(variances=[7.5] * 12), GrowingBatchSize()
-    fit(tmp_path, module, callback, accumulate_grad_batches=4)
-    assert len(callback.records) == 3
-
-
-def test_another_rule_can_be_put_in_place(tmp_path):
-    class Doubling(GrowingBatchSize):
-        def decide(self, batch_size):
-            return min(2 * batch_size, 40)
-
-    module = ScriptedNetwork()
-    fit(tmp_path, module, Doubling(), draw_loader(10, draws=4))
-    assert module.sizes == [10, 20, 40, 40]
-
-
-def test_another_rule_is_bounded_too(tmp_path):
-    class Doubling(GrowingBatchSize):
-        def decide(self, batch_size):
-            return 2 * batch_size
-
-    module = ScriptedNetwork()
-    fit(tmp_path, module, Doubling(max_batch_size=25), draw_loader(10, draws=4))
-    assert module.sizes == [10, 20, 25, 25]
 
 
 def test_a_copy_can_be_made_within_a_fit(tmp_path):
@@ -268,13 +233,6 @@ def test_sizes_and_variance_are_logged_for_a_module_that_does_not(tmp_path):
         "gradient_variance": 7.5,
         "gradient_noise_scale": noise_scale,
     }
-
-
-def test_the_prediction_logged_for_shf_is_that_of_the_callback(tmp_path):
-    module, callback = SHFNetwork(), GrowingBatchSize(theta=0.2)
-    trainer = fit(tmp_path, module, callback, draw_loader(draws=1))
-    assert trainer.logged_metrics["batch_size_predicted"] == callback.predictions[-1]
-    assert callback.predictions[-1] != module.reports[-1].predicted_batch_size
 
 
 def test_records_tell_of_each_check(tmp_path):
@@ -387,12 +345,6 @@ def test_wrong_arguments_are_named_with_their_values(of, name, values):
     for value in values:
         with pytest.raises(MisconfigurationException, match=rf"^{name} must be .*, but is {re.escape(repr(value))}$"):
             of(**{name: value})
-
-
-def test_arguments_at_the_end_of_their_range_are_taken():
-    rule, estimator = ValidationRule(growth=1, window=1), NoiseEstimator("parts", probes=None)
-    assert GrowingBatchSize(max_overhead=1, validation=rule, estimator=estimator).estimator is estimator
-    assert GrowingBatchSize(estimator="parts").estimator == NoiseEstimator("parts")
 
 
 @pytest.mark.parametrize(

@@ -81,16 +81,10 @@ class Compression(Callback):
             raise MisconfigurationException(f"Compression: {error}") from None
         check_counts(0, epoch=epoch)
         check_counts(samples=samples)
-        self.epoch = epoch
-        self.samples = samples
-        self._options: dict[str, Any] = {
-            "budget": budget,
-            "max_loss_increase": max_loss_increase,
-            "loss": loss,
-            "include": include,
-            "exclude": exclude,
-            "candidates": candidates,
-        }
+        self.epoch, self.samples = epoch, samples
+        goal = {"budget": budget, "max_loss_increase": max_loss_increase}
+        choice = {"include": include, "exclude": exclude, "candidates": candidates}
+        self._options: dict[str, Any] = {**goal, "loss": loss, **choice}
         self._is_done = False
         self._fitted: weakref.ref[nn.Module] | None = None
 

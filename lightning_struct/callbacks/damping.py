@@ -55,15 +55,14 @@ class LevenbergMarquardtDamping(Callback):
         min_damping: float = 0.0,
         max_damping: float = MAX_DAMPING,
     ) -> None:
-        numbers = {"drop": drop, "lower": lower, "upper": upper, "min_damping": min_damping, "max_damping": max_damping}
-        for name, number in numbers.items():
-            check(name, number, is_number(number), "a number")
-        try:
-            check_levenberg_marquardt(drop, lower, upper, min_damping, max_damping)
-        except ValueError as error:
-            raise MisconfigurationException(f"LevenbergMarquardtDamping: {error}") from error
         self.drop, self.lower, self.upper = drop, lower, upper
         self.min_damping, self.max_damping = min_damping, max_damping
+        for name, number in vars(self).items():
+            check(name, number, is_number(number), "a number")
+        try:
+            check_levenberg_marquardt(**vars(self))
+        except ValueError as error:
+            raise MisconfigurationException(f"LevenbergMarquardtDamping: {error}") from error
         self._hooks: list[RemovableHandle] = []
         self._followed: list[Any] = []
         # of each optimizer the dampings before the steps that it is in: that of a class may call that of its base
@@ -71,14 +70,9 @@ class LevenbergMarquardtDamping(Callback):
 
     def decide(self, damping: float, reduction_ratio: float) -> float:
         """Damping of the next step; override it for another rule."""
+        bounds = {"min_damping": self.min_damping, "max_damping": self.max_damping}
         return levenberg_marquardt(
-            damping,
-            reduction_ratio,
-            drop=self.drop,
-            lower=self.lower,
-            upper=self.upper,
-            min_damping=self.min_damping,
-            max_damping=self.max_damping,
+            damping, reduction_ratio, drop=self.drop, lower=self.lower, upper=self.upper, **bounds
         )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -89,9 +83,7 @@ class LevenbergMarquardtDamping(Callback):
                 "from configure_optimizers, or leave the callback out"
             )
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         for steps in self._steps:
             steps.clear()  # after a step that failed and was passed over
         for optimizer in _damped(trainer):  # others than before, where a callback has had them made anew
@@ -99,10 +91,12 @@ class LevenbergMarquardtDamping(Callback):
                 self._follow(optimizer, trainer)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._leave()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._followed, self._steps = [], [], []
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._leave()
+        self.teardown(trainer, pl_module, "fit")  # which Lightning does not call then
 
     def _follow(self, optimizer: Any, trainer: L.Trainer) -> None:
         """Hook the optimizer's own step: ``global_step`` does not tell which of several optimizers has stepped."""
@@ -137,11 +131,6 @@ class LevenbergMarquardtDamping(Callback):
             raise MisconfigurationException(
                 f"{type(self).__name__}.decide() returned {decided!r} as the next damping: {error}"
             ) from error
-
-    def _leave(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._followed, self._steps = [], [], []
 
 
 def _damped(trainer: L.Trainer) -> list[Any]:

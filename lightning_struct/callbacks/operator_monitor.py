@@ -145,9 +145,7 @@ class OperatorMonitor(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._last_step = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         step = trainer.global_step
         if step != self._last_step and step % self.every_n_steps == 0:
             self._last_step = step
@@ -164,9 +162,8 @@ class OperatorMonitor(Callback):
             self._write(pl_module)
 
     def _find_layers(self, pl_module: L.LightningModule) -> None:
-        self.layers = {
-            name: module for name, module in pl_module.named_modules() if isinstance(module, StructuredLinear)
-        }
+        named = pl_module.named_modules()
+        self.layers = {name: module for name, module in named if isinstance(module, StructuredLinear)}
 
     def _reads_images(self, layer: StructuredLinear) -> bool:
         return self.image_size is not None and math.prod(self.image_size) == layer.in_features

@@ -61,13 +61,7 @@ class PredictionWriter(BasePredictionWriter):
             )
 
     def on_predict_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
         if batch_idx == 0:
             _check_rows([outputs])  # all others would be predicted in vain

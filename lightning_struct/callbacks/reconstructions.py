@@ -126,9 +126,7 @@ class ReconstructionPlot(Callback):
                 "or leave out this callback."
             )
 
-    def on_validation_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
         if trainer.state.fn == "fit" and not self._tried:
             self._tried = True
             self._draw(trainer, pl_module, batch)

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_struct.callbacks.pictures import (
-    directory_to_write,
-    draw_curve,
-    is_interruption,
-    new_figure,
-    write_picture,
-)
+from lightning_struct.callbacks import pictures
 from lightning_struct.callbacks.runs import NewlyLogged, Run
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check_counts, require
@@ -116,13 +110,15 @@ class TrainingCurves(Callback):
                 "TrainingCurves has no records: train first, and log train_loss or val_loss."
             )
         panels = 1 + any("batch_size" in record for record in self.records)
-        figure, axes = new_figure(panels, 5.5, 4, "TrainingCurves.plot")
+        figure, axes = pictures.new_figure(panels, 5.5, 4, "TrainingCurves.plot")
         losses, *others = axes
-        draw_curve(losses, self.records, "seconds", "train_loss", linestyle=":", color="C1", label="training")
+        pictures.draw_curve(losses, self.records, "seconds", "train_loss", linestyle=":", color="C1", label="training")
         for number, name in enumerate(self._validation_losses):
             loader = name.removeprefix(VALIDATION_LOSS).replace(_OF_LOADER, " ")
             color = f"C{number + (number > 0)}"  # C1 is that of training
-            draw_curve(losses, self.records, "seconds", name, linestyle="-", color=color, label=f"validation{loader}")
+            pictures.draw_curve(
+                losses, self.records, "seconds", name, linestyle="-", color=color, label=f"validation{loader}"
+            )
         if losses.lines:
             losses.legend()
         losses.set_ylabel("loss")
@@ -139,7 +135,7 @@ class TrainingCurves(Callback):
             losses.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             losses.yaxis.set_minor_formatter("")
         for panel in others:
-            draw_curve(panel, self.records, "seconds", "batch_size", drawstyle="steps-post")
+            pictures.draw_curve(panel, self.records, "seconds", "batch_size", drawstyle="steps-post")
             panel.set(ylabel="samples in a batch", ylim=(0, None))
         for panel in axes:
             panel.set(xlabel="seconds of training", xlim=(0, None))
@@ -154,7 +150,7 @@ class TrainingCurves(Callback):
                 self._begin()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._directory = directory_to_write(trainer)
+        self._directory = pictures.directory_to_write(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._run.on_train_start(pl_module)
@@ -167,9 +163,7 @@ class TrainingCurves(Callback):
         self._record_epoch(trainer)  # what the module logged in its own on_train_epoch_end
         self._logged_in_steps_of_epoch = set()
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._logged_in_step |= self._newly_logged.since_last(trainer, RECORDED_IN_TRAINING)
         self._logged_in_steps_of_epoch |= self._logged_in_step
         step = trainer.global_step
@@ -201,7 +195,7 @@ class TrainingCurves(Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._stop_clock()
-        if is_interruption(exception):
+        if pictures.is_interruption(exception):
             self._write()
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,9 +211,8 @@ class TrainingCurves(Callback):
     @property
     def _validation_losses(self) -> list[str]:
         """Names of those that were recorded, one for each loader."""
-        return list(
-            dict.fromkeys(name for record in self.records for name in record if name.startswith(VALIDATION_LOSS))
-        )
+        names = (name for record in self.records for name in record if name.startswith(VALIDATION_LOSS))
+        return list(dict.fromkeys(names))
 
     def _record_epoch(self, trainer: L.Trainer) -> None:
         """Record what is logged once in an epoch, and not in its steps."""
@@ -243,7 +236,7 @@ class TrainingCurves(Callback):
             writer = csv.DictWriter(file, dict.fromkeys((*COLUMNS, *self._validation_losses)))
             writer.writeheader()
             writer.writerows(self.records)
-        write_picture(self.plot()[0], picture)
+        pictures.write_picture(self.plot()[0], picture)
         self.paths = [picture, table]
 
 

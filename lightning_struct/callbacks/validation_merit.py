@@ -11,12 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_struct.callbacks.runs import Run
-from lightning_struct.callbacks.validation import (
-    DueValidation,
-    MonitoredValue,
-    not_finite,
-    validation_batches,
-)
+from lightning_struct.callbacks.validation import DueValidation, MonitoredValue, not_finite, validation_batches
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.optim.shf import SHF
 from lightning_struct.utilities import namespaces as L
@@ -98,12 +93,11 @@ class ValidationMeritStopping(Callback):
         self._validation = DueValidation()
         self._monitored = MonitoredValue(self.monitor, "ValidationMeritStopping")
         self._run = Run()
-        self._told = False
+        self._has_announced = False
 
     def _forget(self) -> None:
         self.best_value: float | None = None
-        self.best_step = 0
-        self.wait = 0
+        self.best_step = self.wait = 0
         self._best_weights: dict[str, Any] | None = None
 
     @property
@@ -121,15 +115,13 @@ class ValidationMeritStopping(Callback):
     def begin_anew(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Forget the best so far, where the module has become another one; give present optimizers the merit."""
         self._forget()
-        optimizers = _shf_optimizers(trainer)
-        if optimizers:
-            self._give_merit(trainer, pl_module, optimizers)
+        self._give_merit(trainer, pl_module)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             if self._run.begins_anew(trainer, pl_module):
                 self._begin()
-            self._told = False
+            self._has_announced = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         refuse_sharded_weights(trainer, "ValidationMeritStopping")
@@ -151,23 +143,17 @@ class ValidationMeritStopping(Callback):
                 "ValidationMeritStopping: the validation data has no samples, or with drop_last=True fewer than a "
                 f"batch, so {self.monitor!r} is never logged: give it some, or leave the callback out"
             )
-        optimizers = _shf_optimizers(trainer)
-        if optimizers:
-            self._give_merit(trainer, pl_module, optimizers)
+        self._give_merit(trainer, pl_module)
         self._run.on_train_start(pl_module)
         self._validation.on_train_start(trainer)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._validation.on_train_batch_end(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._validated_weights = None
 
-    def on_validation_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         # the first batch and not the end: averaged weights are put in before the one and taken out before the other
         if self.restore_best and self._validated_weights is None and self._validation.counts(trainer):
             self._validated_weights = _copy_on_cpu(pl_module.state_dict())
@@ -222,22 +208,18 @@ class ValidationMeritStopping(Callback):
             optimizer.set_validation(None)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "best_value": self.best_value,
-            "best_step": self.best_step,
-            "wait": self.wait,
-            BEST_WEIGHTS: self._best_weights,
-            "validation": self._validation.state_dict(),
-        }
+        best = {"best_value": self.best_value, "best_step": self.best_step, BEST_WEIGHTS: self._best_weights}
+        return best | {"wait": self.wait, "validation": self._validation.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best_value = state_dict["best_value"]
-        self.best_step = state_dict["best_step"]
-        self.wait = state_dict["wait"]
-        self._best_weights = state_dict[BEST_WEIGHTS]
+        self.best_value, self.best_step = state_dict["best_value"], state_dict["best_step"]
+        self.wait, self._best_weights = state_dict["wait"], state_dict[BEST_WEIGHTS]
         self._validation.load_state_dict(state_dict["validation"])
 
-    def _give_merit(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizers: list[SHF]) -> None:
+    def _give_merit(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Give the optimizers that a merit ends the solves of the validation data."""
+        if not (optimizers := _shf_optimizers(trainer)):
+            return
         read = getattr(pl_module, "inputs_and_targets", None)
         if read is None:
             raise MisconfigurationException(
@@ -261,9 +243,9 @@ class ValidationMeritStopping(Callback):
             pl_module.load_state_dict(weights, strict=pl_module.strict_loading)
         except RuntimeError as error:
             return error
-        if self.best_step != trainer.global_step and not self._told:
+        if self.best_step != trainer.global_step and not self._has_announced:
             rank_zero_info(f"The weights of step {self.best_step} are put back: {self.monitor} = {self.best_value:.6g}")
-        self._told = True
+        self._has_announced = True
         return None
 
 

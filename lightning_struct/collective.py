@@ -41,11 +41,18 @@ def all_gather_rows(row: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+def gather_numbers(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+    """Integers of all processes, in the order of ranks; with one process, no device is asked."""
+    if world_size() == 1:
+        return [list(numbers)]
+    return all_gather_rows(torch.tensor(numbers, dtype=torch.int64, device=device)).tolist()
+
+
 def all_gather_unequal(rows: Tensor) -> Tensor:
     """(sum of all k, ...): the (k, ...) rows of all processes, in the order of ranks; k may differ."""
     if world_size() == 1:
         return rows
-    counts = all_gather_rows(torch.tensor([len(rows)], device=rows.device))[:, 0].tolist()
+    counts = [count for (count,) in gather_numbers([len(rows)], rows.device)]
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in counts]

@@ -65,22 +65,40 @@ def structured(like: Vector, tensors: list[Tensor]) -> Any:
     return dict(zip(like, tensors, strict=True))
 
 
-def dot(left: list[Tensor], right: list[Tensor]) -> float:
-    """The inner product; see :func:`inner`."""
-    value = _sum_of_inner(left, right).item()
-    if float32_holds(value):
-        return value
-    return _sum_of_inner([t.double() for t in left], [t.double() for t in right]).item()
+def dot(left: list[Tensor], right: list[Tensor]) -> Tensor:
+    """The inner product, a float64 scalar tensor on the device of the vectors, for which the host does not wait.
+
+    Where float32 loses it, it is taken in float64: on the CPU, which knows the number at once, only there; on other
+    devices always.
+    """
+    if left[0].is_cpu:
+        value = _sum_of_inner(left, right)
+        if float32_holds(value.item()):
+            return value
+    return _sum_of_inner([t.double() for t in left], [t.double() for t in right])
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
-    """‖·‖² as a float64 scalar tensor, on the device of the vector; see :func:`inner`."""
+    """‖·‖² as :func:`inner` has it, which float32 may lose."""
     return _sum_of_inner(tensors, tensors)
 
 
-def norm(tensors: list[Tensor]) -> float:
-    """‖·‖; see :func:`inner`."""
-    return math.sqrt(dot(tensors, tensors))
+def norm(tensors: list[Tensor]) -> Tensor:
+    """‖·‖; see :func:`dot`."""
+    return root(dot(tensors, tensors))
+
+
+def root(square: Tensor) -> Tensor:
+    """The square root of a float64 scalar tensor; on the CPU it is rounded correctly, as torch's is not."""
+    return square.new_tensor(math.sqrt(square.item())) if square.is_cpu and square >= 0.0 else square.sqrt()
+
+
+def subtract_scaled_(vector: Tensor, other: Tensor, factor: Tensor) -> None:
+    """vector <- other - factor · vector, for a factor (), for which the host does not wait."""
+    if factor.is_cpu:
+        torch.sub(other, vector, alpha=factor.item(), out=vector)
+    else:
+        torch.addcmul(other, vector, factor.to(vector.dtype), value=-1.0, out=vector)
 
 
 def float32_holds(product: float) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,19 +98,22 @@ def unchecked_kronecker_root(inputs: Tensor, outputs: Tensor, damping: float) ->
     return KroneckerRoot(root_of_inputs, root_of_outputs), first & second
 
 
-def with_inverses(roots: Sequence[KroneckerRoot | DiagonalRoot]) -> list[KroneckerRoot | DiagonalRoot]:
-    """The roots, with the inverses that ``solve_normal`` is quicker by, where rounding cannot make them indefinite.
+def is_invertible(root: KroneckerRoot | DiagonalRoot) -> Tensor:
+    """Whether rounding cannot make the inverses of the damped factors indefinite, a bool tensor ().
 
-    Whether it can is asked of the device once for all.
+    A diagonal needs no inverses.
     """
-    factored = [root for root in roots if isinstance(root, KroneckerRoot)]
-    good = iter(torch.stack([_is_invertible(root) for root in factored]).tolist() if factored else ())
-    return [
-        replace(root, inverses=(_inverse(root.inputs), _inverse(root.outputs)))
-        if isinstance(root, KroneckerRoot) and next(good)
-        else root
-        for root in roots
-    ]
+    if isinstance(root, DiagonalRoot):
+        return torch.zeros((), dtype=torch.bool, device=root.root.device)
+    conditions = [_condition(factor) for factor in (root.inputs, root.outputs) if factor.ndim == 3]
+    if not conditions:
+        return torch.ones((), dtype=torch.bool, device=root.inputs.device)
+    return torch.cat(conditions).max() * torch.finfo(root.inputs.dtype).eps < _LARGEST_ERROR
+
+
+def with_inverses(root: KroneckerRoot) -> KroneckerRoot:
+    """The root, with the inverses of the damped factors, by which ``solve_normal`` is quicker."""
+    return replace(root, inverses=(_inverse(root.inputs), _inverse(root.outputs)))
 
 
 def diagonal_root(diagonal: Tensor, damping: float) -> DiagonalRoot:
@@ -161,14 +163,6 @@ def _unchecked_root(factor: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     damped.diagonal(dim1=1, dim2=2).add_(shift[:, None])
     root, info = torch.linalg.cholesky_ex(damped)
     return root, finite & (info == 0).all() & root.diagonal(dim1=1, dim2=2).isfinite().all()
-
-
-def _is_invertible(root: KroneckerRoot) -> Tensor:
-    """Whether (L Lᵀ)⁻¹ of both factors is good enough, a bool tensor ()."""
-    conditions = [_condition(factor) for factor in (root.inputs, root.outputs) if factor.ndim == 3]
-    if not conditions:
-        return torch.ones((), dtype=torch.bool, device=root.inputs.device)
-    return torch.cat(conditions).max() * torch.finfo(root.inputs.dtype).eps < _LARGEST_ERROR
 
 
 def _condition(root: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_struct.functional.checks import is_integer
 from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
@@ -161,7 +162,7 @@ class CrossEntropy:
             )
         if targets.is_floating_point() or not targets.numel():
             return
-        lowest, highest = torch.stack(self._labels(targets).aminmax()).tolist()
+        lowest, highest = _range(targets, self._labels(targets), self.ignore_index)
         if not 0 <= lowest <= highest < outputs.shape[-1]:
             raise ValueError(
                 f"class indices must be in [0, {outputs.shape[-1]}), got {lowest} to {highest}; positions of the index "
@@ -219,9 +220,25 @@ class BinaryCrossEntropy:
             )
         if not targets.numel():
             return
-        lowest, highest = torch.stack(targets.to(outputs.dtype).aminmax()).tolist()
+        lowest, highest = _range(targets, targets.to(outputs.dtype), outputs.dtype)
         if not 0 <= lowest <= highest <= 1:
             raise ValueError(f"targets of binary cross-entropy must be in [0, 1], got {lowest:g} to {highest:g}")
+
+
+# Targets on other devices than the CPU -> how they were looked at, and the lowest and highest of them. A step evaluates
+# the loss of the same targets several times, and the host waits for such a device.
+_ranges: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _range(targets: Tensor, values: Tensor, seen_as: int | torch.dtype) -> tuple[float, float]:
+    """The lowest and highest of the values that a loss takes targets for."""
+    if targets.is_cpu or targets.is_inference():
+        lowest, highest = torch.stack(values.aminmax()).tolist()
+        return lowest, highest
+    look = (targets._version, seen_as)
+    if targets not in _ranges or _ranges[targets][0] != look:
+        _ranges[targets] = look, torch.stack(values.aminmax()).tolist()
+    return _ranges[targets][1]
 
 
 def _of_one_output(outputs: Tensor, targets: Tensor) -> str:

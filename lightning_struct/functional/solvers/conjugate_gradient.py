@@ -21,7 +21,7 @@ class ConjugateGradientResult:
     Attributes:
         x: the solution, structured like ``b``.
         iterations: iterations done; each took one product with B.
-        residual_norm: ‖b - B x‖, by the recurrence.
+        residual: b - B x, by the recurrence, structured like ``b``.
         quadratic: ½ xᵀB x - bᵀx, by the recurrence.
         stop_reason: ``"progress"`` (Martens' rule), ``"residual"``, ``"zero_gradient"`` (the start solves the system),
             ``"curvature"`` (B is not positive definite along a direction), ``"callback"``, or ``"maxiter"``.
@@ -35,9 +35,14 @@ class ConjugateGradientResult:
 
     x: Any
     iterations: int
-    residual_norm: float
+    residual: Any
     quadratic: float
     stop_reason: str
+
+    @property
+    def residual_norm(self) -> float:
+        """‖b - B x‖, by the recurrence."""
+        return norm(leaves(self.residual)).item()
 
 
 def conjugate_gradient(
@@ -96,13 +101,25 @@ def conjugate_gradient(
         r = [t - p for t, p in zip(right, leaves(matvec(x0), b, "B x0"), strict=True)]
     y = precondition(r)
     p, r_y = [t.clone() for t in y], dot(r, y)
-    smallest = rtol * norm(right) if rtol > 0 else 0.0
-    rounding = r_y * max(torch.finfo(t.dtype).eps for t in r) ** 2  # beyond it the recurrence is noise, which may grow
-    values = [0.0 if x0 is None else -0.5 * (dot(r, x) + dot(right, x))]  # B x = b - r
-    iteration, reason = 0, "zero_gradient" if r_y == 0.0 else "maxiter"
-    while reason == "maxiter" and iteration < maxiter:
+    smallest = rtol * norm(right).item() if rtol > 0 else 0.0
+    start = [] if x0 is None else [dot(r, x) + dot(right, x)]
+    values: list[float] = []
+    iteration, reason, rounding = 0, "maxiter", 0.0
+    while True:
         product = leaves(matvec(structured(b, p)), b, "the product with B")
-        curvature = dot(p, product)
+        # One look at the device for all that the host needs to know in an iteration.
+        curvature, progress, *of_start = torch.stack([dot(p, product), r_y, *start]).tolist()
+        if not values:  # beyond rounding the recurrence is noise, which may grow
+            values, start = [-0.5 * sum(of_start)], []  # B x = b - r
+            rounding = progress * max(torch.finfo(t.dtype).eps for t in r) ** 2
+            if progress == 0.0:
+                reason = "zero_gradient"
+                break
+        elif progress <= rounding:
+            reason = "residual"
+            break
+        if iteration == maxiter:
+            break
         if not math.isfinite(curvature):
             raise FloatingPointError(
                 "the product with B holds NaN or infinity; check the data, the weights, the damping"
@@ -110,13 +127,13 @@ def conjugate_gradient(
         if curvature <= 0.0:
             reason = "curvature"
             break
-        alpha = r_y / curvature
-        values.append(values[-1] - 0.5 * alpha * r_y)  # since p·r = r·y
+        alpha = progress / curvature
+        values.append(values[-1] - 0.5 * alpha * progress)  # since p·r = r·y
         for x_, r_, p_, q in zip(x, r, p, product, strict=True):
             x_.add_(p_, alpha=alpha)
             r_.sub_(q, alpha=alpha)
         iteration += 1
-        if rtol > 0 and norm(r) <= smallest:
+        if rtol > 0 and norm(r).item() <= smallest:
             reason = "residual"
         elif progress_tolerance > 0 and _has_slowed_down(values, progress_window, progress_tolerance):
             reason = "progress"
@@ -129,9 +146,7 @@ def conjugate_gradient(
         r_y, previous = dot(r, y), r_y
         for p_, y_ in zip(p, y, strict=True):
             p_.mul_(r_y / previous).add_(y_)
-        if r_y <= rounding:
-            reason = "residual"
-    return ConjugateGradientResult(structured(b, x), iteration, norm(r), values[-1], reason)
+    return ConjugateGradientResult(structured(b, x), iteration, structured(b, r), values[-1], reason)
 
 
 def _preconditioning(

@@ -20,7 +20,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.vectors import Vector, float32_holds, leaves, norm, squared_norm, structured
+from lightning_struct.functional.vectors import (
+    Vector,
+    dot,
+    float32_holds,
+    leaves,
+    norm,
+    root,
+    squared_norm,
+    structured,
+    subtract_scaled_,
+)
 
 
 class RightPreconditioner(Protocol):
@@ -256,12 +266,13 @@ class _Problem:
         product = self._rmatvec(structured(self._b_like, u[: self._count]))
         return self._with_rows(leaves(product, self._x_like, "the product with the transpose"), u)
 
-    def first_backward(self, u: list[Tensor], beta: float) -> list[Tensor]:
-        """The same for u₁ = r0/β, from Aᵀr0 where that is known, and not so small or large that it has lost digits."""
+    def first_backward(self, u: list[Tensor], beta: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The same for u₁ = r0/β, from Aᵀr0 if that is known; and ‖Aᵀr0‖², or 1 if it is not."""
         known, self._gradient = self._gradient, None
-        if known is None or not float32_holds(norm(known) ** 2):
-            return self.backward(u)
-        return self._with_rows([t / beta for t in known], u)
+        if known is None:
+            return self.backward(u), torch.ones_like(beta)
+        scale = torch.where(beta > 0.0, beta, 1.0)
+        return self._with_rows([t / scale for t in known], u), dot(known, known)
 
     def _with_rows(self, x: list[Tensor], u: list[Tensor]) -> list[Tensor]:
         """C⁻ᵀ x, and what the rows that are appended add."""
@@ -272,15 +283,20 @@ class _Problem:
             return self._solve_transpose([t.add(r, alpha=self._row_damp) for t, r in zip(x, below, strict=True)])
         return [t.add(r, alpha=self._row_damp) for t, r in zip(self._solve_transpose(x), below, strict=True)]
 
-    def norm_of_rows(self, u: list[Tensor]) -> float:
-        def squares_of(u: list[Tensor]) -> float:
+    def norm_of_rows(self, u: list[Tensor]) -> Tensor:
+        """‖u‖ over all processes, see :func:`~lightning_struct.functional.vectors.dot`."""
+
+        def squares_of(u: list[Tensor]) -> Tensor:
             squares = squared_norm(u[: self._count])
             if self._all_reduce is not None:
                 squares = self._all_reduce(squares)
-            return (squares + squared_norm(u[self._count :]) if self.rows_in_operator else squares).item()
+            return squares + squared_norm(u[self._count :]) if self.rows_in_operator else squares
 
-        squares = squares_of(u)
-        return math.sqrt(squares if float32_holds(squares) else squares_of([t.double() for t in u]))
+        if u[0].is_cpu:
+            squares = squares_of(u)
+            if float32_holds(squares.item()):
+                return root(squares)
+        return root(squares_of([t.double() for t in u]))
 
     def x_of(self, z: list[Tensor]) -> Vector:
         x = self._solve(z)
@@ -295,39 +311,54 @@ class Bidiagonalisation:
     """Golub-Kahan (Algorithm 6): β₁u₁ = r0, α₁v₁ = Aᵀu₁; then β u ← A v - α u, α v ← Aᵀu - β v, all of unit norm."""
 
     def __init__(self, problem: _Problem) -> None:
-        self._problem = problem
-        self.u = problem.residual
-        self.beta = self._normalise(self.u, problem.norm_of_rows(self.u), "the right-hand side")
-        self.v = [t.clone() for t in problem.first_backward(self.u, self.beta)]
-        self.alpha = self._normalise(self.v, norm(self.v), "the product with the transpose")
+        self._problem, self.u = problem, problem.residual
+        beta = problem.norm_of_rows(self.u)
+        _normalise(self.u, beta)
+        product, squares = problem.first_backward(self.u, beta)
+        self.v = [t.clone() for t in product]
+        alpha = norm(self.v)
+        numbers = torch.stack([beta, alpha, squares]).tolist()
+        if not float32_holds(numbers[2]):  # what is known of Aᵀr0 has lost its digits
+            self.v = [t.clone() for t in problem.backward(self.u)]
+            alpha = norm(self.v)
+            numbers[1] = alpha.item()
+        _normalise(self.v, alpha)
+        self._take("the right-hand side", numbers[0], numbers[1])
         if self.beta == 0.0:
             self.alpha = 0.0
 
     def advance(self) -> None:
         for u, a in zip(self.u, self._problem.forward(self.v), strict=True):
             torch.sub(a, u, alpha=self.alpha, out=u)
-        self.beta = self._normalise(self.u, self._problem.norm_of_rows(self.u), "the product")
+        beta = self._problem.norm_of_rows(self.u)
+        _normalise(self.u, beta)
         for v, a in zip(self.v, self._problem.backward(self.u), strict=True):
-            torch.sub(a, v, alpha=self.beta, out=v)
-        self.alpha = self._normalise(self.v, norm(self.v), "the product with the transpose")
+            subtract_scaled_(v, a, beta)
+        alpha = norm(self.v)
+        _normalise(self.v, alpha)
+        self._take("the product", *torch.stack([beta, alpha]).tolist())  # one look at the device in an iteration
 
-    @staticmethod
-    def _normalise(vector: list[Tensor], norm: float, name: str) -> float:
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"{name} holds NaN or infinity; check the data, the weights and the damping")
-        if norm > 0.0:
-            for t in vector:
-                t.mul_(1.0 / norm)
-        return norm
+    def _take(self, name: str, beta: float, alpha: float) -> None:
+        for value, of in ((beta, name), (alpha, "the product with the transpose")):
+            if not math.isfinite(value):
+                raise FloatingPointError(f"{of} holds NaN or infinity; check the data, the weights and the damping")
+        self.beta, self.alpha = beta, alpha
+
+
+def _normalise(vector: list[Tensor], norm: Tensor) -> None:
+    scale = torch.where(norm > 0.0, 1.0 / norm, 1.0)
+    for t in vector:
+        t.mul_(scale)
 
 
 @dataclass
 class StepNorms:
-    """Norms that the stopping rules read after a step."""
+    """Norms that the stopping rules read after a step; that of the solution z is no more than its bound."""
 
     residual_norm: float
     normal_residual_norm: float
     operator_norm: float
+    solution_bound: float
 
 
 def lsmr_steps(process: Bidiagonalisation, damp: float, z: list[Tensor]) -> Iterator[StepNorms]:
@@ -341,6 +372,7 @@ def lsmr_steps(process: Bidiagonalisation, damp: float, z: list[Tensor]) -> Iter
     # For the estimate of ‖r‖ (section 2.8.1) and of ‖A‖.
     beta_dd, beta_d, rho_d_old, tau_tilde_old, theta_tilde, zeta, d = beta, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0
     frobenius = alpha * alpha + damp * damp
+    bound_h, bound_h_bar, bound = 1.0, 0.0, 0.0
     while True:
         process.advance()
         alpha, beta = process.alpha, process.beta
@@ -361,10 +393,13 @@ def lsmr_steps(process: Bidiagonalisation, damp: float, z: list[Tensor]) -> Iter
         zeta, zeta_bar = c_bar * zeta_bar, -s_bar * zeta_bar
 
         # "Update h̄, x, h".
+        of_h_bar, of_x, of_h = theta_bar * rho / (rho_old * rho_bar_old), zeta / (rho * rho_bar), theta_new / rho
         for x_, h_, hb, v in zip(z, h, h_bar, process.v, strict=True):
-            torch.sub(h_, hb, alpha=theta_bar * rho / (rho_old * rho_bar_old), out=hb)
-            x_.add_(hb, alpha=zeta / (rho * rho_bar))
-            torch.sub(v, h_, alpha=theta_new / rho, out=h_)
+            torch.sub(h_, hb, alpha=of_h_bar, out=hb)
+            x_.add_(hb, alpha=of_x)
+            torch.sub(v, h_, alpha=of_h, out=h_)
+        bound_h_bar = bound_h + abs(of_h_bar) * bound_h_bar
+        bound, bound_h = bound + abs(of_x) * bound_h_bar, 1.0 + abs(of_h) * bound_h
 
         # The estimate of ‖r̄‖ of equation (19).
         beta_acute, beta_check = c_hat * beta_dd, -s_hat * beta_dd
@@ -382,14 +417,14 @@ def lsmr_steps(process: Bidiagonalisation, damp: float, z: list[Tensor]) -> Iter
         frobenius += beta * beta
         operator_norm = math.sqrt(frobenius)
         frobenius += alpha * alpha + damp * damp
-        yield StepNorms(residual_norm, abs(zeta_bar), operator_norm)
+        yield StepNorms(residual_norm, abs(zeta_bar), operator_norm, bound)
 
 
 def lsqr_steps(process: Bidiagonalisation, damp: float, z: list[Tensor]) -> Iterator[StepNorms]:
     """LSQR (Paige & Saunders 1982, section 5), with the damping rotated in; ``z`` is updated in place."""
     rho_bar, phi_bar, undamped = process.alpha, process.beta, 0.0
     w = [t.clone() for t in process.v]
-    frobenius = process.alpha**2 + damp * damp
+    frobenius, bound_w, bound = process.alpha**2 + damp * damp, 1.0, 0.0
     while True:
         process.advance()
         alpha, beta = process.alpha, process.beta
@@ -407,11 +442,12 @@ def lsqr_steps(process: Bidiagonalisation, damp: float, z: list[Tensor]) -> Iter
         for x_, w_, v in zip(z, w, process.v, strict=True):
             x_.add_(w_, alpha=phi / rho)
             torch.sub(v, w_, alpha=theta / rho, out=w_)
+        bound, bound_w = bound + abs(phi / rho) * bound_w, 1.0 + abs(theta / rho) * bound_w
 
         frobenius += beta * beta
         operator_norm = math.sqrt(frobenius)
         frobenius += alpha * alpha + damp * damp
-        yield StepNorms(math.sqrt(phi_bar**2 + undamped), alpha * abs(s * phi), operator_norm)
+        yield StepNorms(math.sqrt(phi_bar**2 + undamped), alpha * abs(s * phi), operator_norm, bound)
 
 
 def _iterate(
@@ -432,7 +468,7 @@ def _iterate(
     if process.alpha * process.beta == 0.0:
         return LeastSquaresResult(problem.x_of(z), 0, right_hand_side_norm, 0.0, "zero_gradient")
 
-    state = StepNorms(right_hand_side_norm, process.alpha * process.beta, process.alpha)
+    state = StepNorms(right_hand_side_norm, process.alpha * process.beta, process.alpha, 0.0)
     iteration, reason = 0, "maxiter"
     if maxiter > 0:
         for iteration, state in enumerate(steps(process, problem.damp, z), start=1):
@@ -440,7 +476,7 @@ def _iterate(
             # ‖Āᵀr̄‖ <= atol ‖Ā‖ ‖r̄‖ (section 5, equation (19))
             if state.normal_residual_norm <= max(atol, _EPS) * small:
                 reason = "normal_residual"
-            elif _is_small(state, btol * right_hand_side_norm, atol * state.operator_norm, problem.damp, z):
+            elif _is_small(state, btol * right_hand_side_norm, atol * state.operator_norm, z):
                 reason = "residual"
             # The callback sees the last iterate too, whatever ends the solve.
             if callback is not None and callback(iteration, lambda: problem.x_of(z)) and reason == "maxiter":
@@ -450,14 +486,11 @@ def _iterate(
     return LeastSquaresResult(problem.x_of(z), iteration, state.residual_norm, state.normal_residual_norm, reason)
 
 
-def _is_small(state: StepNorms, absolute: float, relative: float, damp: float, z: list[Tensor]) -> bool:
-    """Whether ‖r̄‖ <= ``absolute`` + ``relative`` ‖z‖.
-
-    ‖r̄‖ >= damp ‖z‖, up to a factor of 2 for the estimate of ‖r̄‖, so that ‖z‖, for which the host waits for the device,
-    is seldom needed.
-    """
+def _is_small(state: StepNorms, absolute: float, relative: float, z: list[Tensor]) -> bool:
+    """Whether ‖r̄‖ <= ``absolute`` + ``relative`` ‖z‖; only near the bound on ‖z‖ the host waits for ‖z‖ itself."""
     missing = state.residual_norm - absolute
-    return missing <= 0.0 or (damp * missing <= 2.0 * relative * state.residual_norm and missing <= relative * norm(z))
+    # a hundredth for rounding
+    return missing <= 0.0 or missing <= 1.01 * relative * state.solution_bound and missing <= relative * norm(z).item()
 
 
 _EPS = torch.finfo(torch.float64).eps

@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_struct.collective import all_gather_rows, rank
+from lightning_struct.collective import all_gather_rows, rank, world_size
 from lightning_struct.functional.checks import NotFinite
 from lightning_struct.functional.layers.calls import rows_of_arguments, tensors_in
 
 Batches: TypeAlias = Sequence[tuple[Any, Tensor]]
+
+
+def any_not_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Whether any of the tensors holds NaN or infinity, a bool tensor ()."""
+    flags = [~t.isfinite().all() for t in tensors if t.is_floating_point()]
+    return torch.stack(flags).any().to(device) if flags else torch.zeros((), dtype=torch.bool, device=device)
+
+
+def is_looked_at_once(device: torch.device) -> bool:
+    """Whether data is looked at before the first forward: on the CPU, or since processes exchange their counts.
+
+    Elsewhere it is looked at together with the loss, since the host waits for each look at a device.
+    """
+    return device.type == "cpu" or world_size() > 1
+
+
+def refusal_of_batch(where: str = "") -> NotFinite:
+    """The error of a batch with NaN or infinity; ``where`` names the process."""
+    return NotFinite(f"the batch holds NaN or infinity{where}; the weights are unchanged. Clean the data")
 
 
 class FlatWeights:
@@ -55,11 +74,13 @@ class Samples:
             are samples, belongs to sample i.
         targets: row i belongs to sample i.
         counts: samples of each process, by rank.
+        not_finite: whether the batch holds NaN or infinity, a bool tensor (), if nobody has looked at it yet.
     """
 
     args: tuple[Any, ...]
     targets: Tensor
     counts: tuple[int, ...]
+    not_finite: Tensor
 
     @staticmethod
     def of_batch(inputs: Any, targets: Tensor, device: torch.device) -> Samples:
@@ -83,8 +104,11 @@ class Samples:
             )
         rows = len(targets)
         rows_of_inputs = next((len(t) for t in tensors if len(t) != rows), rows)
-        finite = all(bool(t.isfinite().all()) for t in tensors_in((args, targets)) if t.is_floating_point())
-        shares = all_gather_rows(torch.tensor([rows, rows_of_inputs, not finite], device=device)).tolist()
+        not_finite = any_not_finite(tensors_in((args, targets)), device)
+        shares = [[rows, rows_of_inputs, False]]
+        if is_looked_at_once(device):
+            numbers = torch.tensor([rows, rows_of_inputs], device=device)
+            shares = all_gather_rows(torch.cat([numbers, not_finite.long()[None]])).tolist()
         for r, (samples, samples_of_inputs, bad_value) in enumerate(shares):
             where = f" on rank {r}" if len(shares) > 1 else ""
             if samples == 0:
@@ -96,8 +120,8 @@ class Samples:
                     "rows are not samples in a dict, as one argument of the module"
                 )
             if bad_value:
-                raise NotFinite(f"the batch holds NaN or infinity{where}; the weights are unchanged. Clean the data")
-        return Samples(args, targets, tuple(count for count, *_ in shares))
+                raise refusal_of_batch(where)
+        return Samples(args, targets, tuple(count for count, *_ in shares), not_finite)
 
     @property
     def total(self) -> int:
@@ -113,8 +137,10 @@ class Samples:
         """The first ``counts[r]`` samples of each process r, and the others."""
         begin, end = slice(counts[rank()]), slice(counts[rank()], None)
         others = tuple(count - first for count, first in zip(self.counts, counts, strict=True))
-        first = self if counts == self.counts else Samples(self._rows_of_args(begin), self.targets[begin], counts)
-        return first, Samples(self._rows_of_args(end), self.targets[end], others)
+        first = self
+        if counts != self.counts:
+            first = replace(self, args=self._rows_of_args(begin), targets=self.targets[begin], counts=counts)
+        return first, replace(self, args=self._rows_of_args(end), targets=self.targets[end], counts=others)
 
     def hold_out(self, share: float) -> tuple[Samples, Samples]:
         """The samples that the model is made of, and those held out: the last ``share`` of each process.
@@ -133,7 +159,9 @@ class Samples:
     def chunks(self, size: int | None) -> Iterator[tuple[tuple[Any, ...], Tensor, slice]]:
         """Arguments, targets and rows of this process's samples, ``size`` at a time, or all at once for None."""
         count = len(self.targets)
-        size = size or count
+        if size is None or size >= count:
+            yield self.args, self.targets, slice(0, count)
+            return
         for first in range(0, count, size):
             rows = slice(first, first + size)
             yield self._rows_of_args(rows), self.targets[rows], rows

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,17 @@ from lightning_struct.functional.layers.registry import called_layers, coupling_
 from lightning_struct.functional.randomness import random_signs, random_state, restored_random_state
 from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.outputs.objective import Objective
-from lightning_struct.optim.shf.samples import FlatWeights, Samples
+from lightning_struct.optim.shf.samples import FlatWeights, Samples, refusal_of_batch
 from lightning_struct.optim.shf.settings import CG, Settings
 from lightning_struct.optim.shf.step_state import BufferUpdates, versions
+
+
+class Line(NamedTuple):
+    """A direction d as the line search and ρ need it: f(w + d), ∇f·d, and ½‖A d‖²/m + ½ l2 ‖d‖² (section 4.2)."""
+
+    value: float
+    slope: float
+    curvature: float
 
 
 class BatchModel:
@@ -45,6 +54,7 @@ class BatchModel:
         layers: whether layers are asked for the gradients of single samples, for their variance.
         single_samples: whether to form these gradients if layers do not show them. Else the variance is estimated from
             the two halves of the batch, for one product more.
+        change: of the weights in the last step, if f is wanted without it, too.
 
     Attributes:
         module, loss, settings: as given.
@@ -54,6 +64,7 @@ class BatchModel:
         n: samples over all processes that f is the mean of.
         samples: n, and those that are held out.
         value: f(w).
+        value_before: f(w - change), if a change was given.
         largest_fall: ½‖b‖²/n, by which no step lowers the model more; f(w) where that is less and not negative.
         gradient: ∇f(w), flat.
         gradient_squared: ‖∇f(w)‖².
@@ -83,6 +94,7 @@ class BatchModel:
         *,
         layers: bool = True,
         single_samples: bool = True,
+        change: Tensor | None = None,
     ) -> None:
         self.module, self.loss, self.weights, self.settings = module, loss, FlatWeights(weights), settings
         self._layers, self._single_samples = layers, single_samples
@@ -98,7 +110,7 @@ class BatchModel:
                 "the forward of the module changes its inputs in place, and each evaluation in a step would change "
                 "them again: let it work on a copy (x = x.clone(), or x = x / 2 instead of x /= 2)"
             )
-        self._measure(per_sample=coupling_layer(module) is None)
+        self._measure(batch.not_finite, change, per_sample=coupling_layer(module) is None)
         share = settings.solver.curvature_share if isinstance(settings.solver, CG) else 1.0
         if share < 1.0:
             self._linearize(batch.split(tuple(math.ceil(share * count) for count in batch.counts))[0])
@@ -140,70 +152,86 @@ class BatchModel:
                 f"{tuple(self.outputs.shape)}: it must be shaped like them"
             )
 
-    def _measure(self, per_sample: bool) -> None:
-        """f, ∇f, and ‖Var‖₁ where samples have gradients of their own (section 4.3)."""
+    def _measure(self, not_finite: Tensor, change: Tensor | None, *, per_sample: bool) -> None:
+        """f, ∇f, and ‖Var‖₁ where samples have gradients of their own (section 4.3), by one look at the device."""
         cotangent = self.loss.sqrt_hessian(self.outputs, self.targets, self._residual)
-        sums = torch.zeros(4, dtype=torch.float64, device=self._device)
         value_here = self.loss.value(self.outputs, self.targets)
         if not isinstance(value_here, Tensor) or value_here.ndim:
             raise TypeError(
                 f"{type(self.loss).__name__}.value returned {_described(value_here)}: it must be a tensor without "
                 "dimensions, the mean over samples"
             )
+        sums = torch.zeros(4, dtype=torch.float64, device=self._device)
         sums[0] = value_here.to(torch.float64) * len(self.targets)
-        self.uncovered: str | None = None
-        if per_sample and bool(sums[0].isfinite()):
-            sums[1] = self._sum_of_squared_norms(cotangent)
-        sums[2] = self.uncovered is not None
         sums[3] = 0.5 * inner(self._residual, self._residual)
-        value, squared_norms, uncovered, squares = all_reduce(sums).tolist()
-        if uncovered and self.uncovered is None:
-            self.uncovered = "they do not show it on another process"
-        self.value = value / self.n + self.objective.penalty(self.weights.vector)
+        shown: ShownNorms | None = None
+        self.uncovered: str | None = None
+        if per_sample and self.linearization.backend != "layer_rules" and self._layers:
+            try:
+                shown = shown_squared_norms(self, cotangent)
+                sums[1], sums[2] = shown.sum, ~shown.complete.all()
+            except Uncovered as reason:
+                self.uncovered, sums[2] = str(reason), 1.0
+        elif per_sample and (self._layers or self._single_samples):
+            sums[1] = self._sum_of_squared_norms(cotangent)
+        own, sums = sums[1].clone(), all_reduce(sums)
+        mean = self.backward(self._residual).div_(self.n)
+        squares_of_mean = inner(mean, mean)
+        by_halves = per_sample and self.n > 1 and not self._layers and not self._single_samples
+        half = self._squares_of_halves(mean) if by_halves else torch.zeros_like(squares_of_mean)
+        weights = self.weights.vector
+        self.gradient = mean.add(weights, alpha=self.settings.l2)
+        parts = [squares_of_mean, half, inner(self.gradient, self.gradient), not_finite.double()]
+        parts.append(inner(weights, weights) if self.settings.l2 else torch.zeros_like(half))
+        before = sums[:0] if change is None else self.objective.parts_at(-change.to(weights))
+        total, squared_norms, uncovered, squares, *numbers = torch.cat([sums, torch.stack(parts), before]).tolist()
+        mean_squared, half_squared, self.gradient_squared, bad, weights_squared, *of_before = numbers
+        if bad:
+            raise refusal_of_batch()
+        self.value = self.objective.value_of(total, weights_squared)
+        self.value_before = self.objective.value_of(*of_before) if of_before else None
         if not math.isfinite(self.value):
             raise NotFinite(
                 f"the loss at the current weights is {self.value}; they are unchanged. Lower the scale of the "
                 "initialisation or of the data, or raise the damping"
             )
         self.largest_fall = min(squares / self.n, self.value if self.value > 0.0 else math.inf)
-        mean = self.backward(self._residual).div_(self.n)
-        mean_squared = inner(mean, mean).item()
         if not math.isfinite(mean_squared):
             raise NotFinite(
                 f"the gradient at the current weights has the squared norm {mean_squared} in {self._dtype}; they are "
                 "unchanged. Lower the scale of the data"
             )
+        if uncovered:  # in a first step: the next ones know it
+            if shown is not None and not all(answers := shown.complete.tolist()):
+                self.uncovered = shown.reason(answers)
+            if self.uncovered is not None:
+                own = self._sum_of_squared_norms(cotangent)
+            squared_norms = all_reduce(own).item()
+            self.uncovered = self.uncovered or "they do not show it on another process"
         self.variance = None
         if per_sample and self.n > 1:
-            if math.isnan(squared_norms):
-                self.variance = self._variance_from_halves(mean)
+            if by_halves or math.isnan(squared_norms):
+                half_squared = half_squared if by_halves else self._squares_of_halves(mean).item()
+                self.variance = half_squared / (1 / (self.n // 2) + 1 / (self.n - self.n // 2))
             else:
                 self.variance = variance_from_sums(squared_norms, self.n, mean_squared)
             if not math.isfinite(self.variance):
                 self.variance = None
-        self.gradient = mean.add_(self.weights.vector, alpha=self.settings.l2)
-        self.gradient_squared = inner(self.gradient, self.gradient).item()
 
     def _sum_of_squared_norms(self, cotangent: Tensor) -> Tensor:
         """Σᵢ‖Jᵢᵀuᵢ‖² of this process's samples; NaN if the variance is to be estimated from halves."""
-        if self.linearization.backend != "layer_rules" and self._layers:
-            try:
-                return shown_squared_norms(self, cotangent)
-            except Uncovered as reason:
-                self.uncovered = str(reason)
-        if (self.uncovered is not None or not self._layers) and not self._single_samples:
+        if self.uncovered is not None and not self._single_samples:
             return torch.full((), math.nan, dtype=torch.float64, device=self._device)
         return self.linearization.squared_norms(cotangent).sum(dtype=torch.float64)
 
-    def _variance_from_halves(self, mean: Tensor) -> float:
-        """‖Var‖₁ from the mean gradients of the two halves of the batch: E‖ḡ₁ - ḡ₂‖² = (1/n₁ + 1/n₂) ‖Var‖₁."""
+    def _squares_of_halves(self, mean: Tensor) -> Tensor:
+        """‖ḡ₁ - ḡ₂‖² of the mean gradients of the two halves of the batch: on average (1/n₁ + 1/n₂) ‖Var‖₁."""
         first = self.n // 2
-        second = self.n - first
         part = self._residual.clone()
         part[max(first - self.rows.first_row, 0) :] = 0.0  # the first half is that of all processes' samples
         of_first = self.backward(part).div_(first)
-        difference = (of_first - mean).mul_(self.n / second)  # ḡ₂ = (n ḡ - n₁ ḡ₁)/n₂
-        return inner(difference, difference).item() / (1 / first + 1 / second)
+        difference = (of_first - mean).mul_(self.n / (self.n - first))  # ḡ₂ = (n ḡ - n₁ ḡ₁)/n₂
+        return inner(difference, difference)
 
     def forward(self, d: Tensor) -> Tensor:
         """A d, this process's rows (Algorithm 4)."""
@@ -225,15 +253,16 @@ class BatchModel:
         """AᵀA d/m."""
         return self.backward(self.forward(d)).div_(self.curvature_n)
 
-    def curvature_along(self, d: Tensor) -> float:
-        """½‖A d‖²/m + ½ l2 ‖d‖²: what the model's f(w + d) - f(w) has besides the slope (section 4.2)."""
-        rows = self.forward(d)
-        squares = all_reduce(inner(rows, rows)).item() / self.curvature_n
-        return 0.5 * squares + 0.5 * self.settings.l2 * inner(d, d).item()
-
-    def slope(self, d: Tensor) -> float:
-        """∇f·d."""
-        return inner(self.gradient, d).item()
+    def along(self, d: Tensor, curvature: float | None = None) -> Line:
+        """f(w + d), and the slope and the curvature of the model along d: one look at the device."""
+        parts = [*self.objective.parts_at(d), inner(self.gradient, d)]
+        if curvature is None:
+            rows = self.forward(d)
+            parts += [all_reduce(inner(rows, rows)), inner(d, d)]
+        total, weights_squared, slope, *squares = torch.stack(parts).tolist()
+        if curvature is None:
+            curvature = 0.5 * (squares[0] / self.curvature_n) + 0.5 * self.settings.l2 * squares[1]
+        return Line(self.objective.value_of(total, weights_squared), slope, curvature)
 
     def joined_damping(self, damping: float, start: Tensor | None) -> tuple[float, Tensor]:
         """μ and m with λ²‖d - d0‖² + l2 ‖w + d‖² = μ²‖d - m‖² + constant."""
@@ -249,18 +278,37 @@ class BatchModel:
         return signs[self.rows.first_row :][: len(self.targets)]
 
 
-def shown_squared_norms(model: BatchModel, cotangent: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class ShownNorms:
+    """Squared norms of single samples' gradients, as the layers show them.
+
+    Attributes:
+        sum: Σᵢ‖Jᵢᵀuᵢ‖² over this process's samples, (), float64.
+        complete: whether what the layers show adds up to the gradient, for each parameter, chunk by chunk.
+        names: of the parameters.
+    """
+
+    sum: Tensor
+    complete: Tensor
+    names: list[str]
+
+    def reason(self, complete: Sequence[bool]) -> str:
+        """The parameter for which it does not add up."""
+        return (
+            f"what the layers show of {self.names[complete.index(False) % len(self.names)]} does not add up to its "
+            "gradient, as where it is used outside of its layer"
+        )
+
+
+def shown_squared_norms(model: BatchModel, cotangent: Tensor) -> ShownNorms:
     """Σᵢ‖Jᵢᵀuᵢ‖² over this process's samples, from what each layer reads and what comes back to it.
 
     Args:
         model: with the samples i.
         cotangent: u, row i of sample i; shaped like the outputs.
 
-    Returns:
-        The sum, (), float64.
-
     Raises:
-        Uncovered: some weight is used outside of the layer that owns it, or samples cannot be told apart.
+        Uncovered: samples cannot be told apart.
     """
     parameters = {name: p for name, p in model.module.named_parameters() if name in model.weights.by_name}
     name_of = {p: name for name, p in parameters.items()}
@@ -278,13 +326,7 @@ def shown_squared_norms(model: BatchModel, cotangent: Tensor) -> Tensor:
                 of_samples, is_complete = _sum_of_squares(of_parameter, probe.gradients[name])
                 squares.append(of_samples)
                 complete.append(is_complete)
-    answers = torch.stack(complete).tolist()  # one look at the device for all
-    if not all(answers):
-        raise Uncovered(
-            f"what the layers show of {list(parameters)[answers.index(False) % len(parameters)]} does not add up to "
-            "its gradient, as where it is used outside of its layer"
-        )
-    return torch.stack(squares).sum()
+    return ShownNorms(torch.stack(squares).sum(), torch.stack(complete), list(parameters))
 
 
 def _sum_of_squares(shares: Sequence[Contribution], gradient: Tensor) -> tuple[Tensor, Tensor]:

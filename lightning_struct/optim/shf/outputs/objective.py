@@ -46,12 +46,23 @@ class Objective:
 
     def value_at(self, d: Tensor, step: float = 1.0) -> float:
         """f(w + s d), with the dropout masks of the linearisation."""
+        return self.value_of(*self.parts_at(d, step).tolist())
+
+    def parts_at(self, d: Tensor, step: float = 1.0) -> Tensor:
+        """The sum of the losses of all samples at w + s d, and ‖w + s d‖² (0 without l2), (2,), for :meth:`value_of`.
+
+        The host does not wait for the device, so that one look at it can be for several values.
+        """
         weights = self._weights.vector.add(d, alpha=step)
         total = self._like.new_zeros((), dtype=torch.float64)
         with restored_random_state(self._random_state):
             for args, targets, _ in self._batch.chunks(self._chunk_size):
                 total += self._loss.value(self._outputs(weights, args), targets) * len(targets)
-        return all_reduce(total).item() / self._batch.total + self.penalty(weights)
+        return torch.stack([all_reduce(total), inner(weights, weights) if self._l2 else torch.zeros_like(total)])
+
+    def value_of(self, total: float, squares: float) -> float:
+        """f from the sum of the losses of all samples and ‖w‖²."""
+        return total / self._batch.total + 0.5 * self._l2 * squares
 
     def merit(self, d: Tensor, batches: Batches) -> float:
         """φ(d) = f(w + d) on validation data, equation (20): the module in eval mode, without the penalty."""

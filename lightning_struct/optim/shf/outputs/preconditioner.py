@@ -18,6 +18,7 @@ from lightning_struct.functional.curvature.kronecker_roots import (
     DiagonalRoot,
     KroneckerRoot,
     NotPositiveDefinite,
+    is_invertible,
     with_inverses,
 )
 from lightning_struct.functional.curvature.preconditioner import (
@@ -154,7 +155,6 @@ class BlockPreconditioner:
     def __init__(self, roots: Sequence[tuple[CurvatureBlock, KroneckerRoot | DiagonalRoot]]) -> None:
         self._blocks = [block for block, _ in roots]
         self._roots = [root for _, root in roots]
-        self._has_inverses = False
 
     def solve(self, y: Tensor) -> Tensor:
         """C⁻¹ y."""
@@ -166,8 +166,6 @@ class BlockPreconditioner:
 
     def solve_normal(self, x: Tensor) -> Tensor:
         """C⁻¹ C⁻ᵀ x."""
-        if not self._has_inverses:
-            self._roots, self._has_inverses = with_inverses(self._roots), True
         return self._apply(x, lambda root, part: root.solve_normal(part))
 
     def _apply(self, vector: Tensor, operation: Callable[[KroneckerRoot | DiagonalRoot, Tensor], Tensor]) -> Tensor:
@@ -326,16 +324,23 @@ class KroneckerFactors:
                 is named.
         """
         tried = [block.unchecked_root(factors[block.name], damping) for block in self._blocks]
-        good = torch.stack([is_good for _, is_good in tried]).tolist()  # one look at the device for all
+        flags = [torch.stack([is_good, is_invertible(root)]) for root, is_good in tried]
         roots = []
-        for block, (root, _), is_good in zip(self._blocks, tried, good, strict=True):
-            try:
-                roots.append((block, root if is_good else block.root(factors[block.name], damping)))
-            except (FloatingPointError, NotPositiveDefinite) as error:
-                raise FloatingPointError(
-                    f"preconditioner='kronecker', block {', '.join(block.parameters)}: {error}. The weights are "
-                    "unchanged; raise the damping, or look at the data of this batch"
-                ) from error
+        for block, (root, _), (is_good, invertible) in zip(  # one look at the device for all
+            self._blocks, tried, torch.stack(flags).tolist(), strict=True
+        ):
+            if not is_good:
+                try:
+                    root = block.root(factors[block.name], damping)
+                except (FloatingPointError, NotPositiveDefinite) as error:
+                    raise FloatingPointError(
+                        f"preconditioner='kronecker', block {', '.join(block.parameters)}: {error}. The weights are "
+                        "unchanged; raise the damping, or look at the data of this batch"
+                    ) from error
+                invertible = bool(is_invertible(root))
+            if self._inverted and invertible and isinstance(root, KroneckerRoot):
+                root = with_inverses(root)
+            roots.append((block, root))
         return BlockPreconditioner(roots)
 
     def taken_over(self, factors: Factors, like: Tensor) -> Factors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_struct.functional.solvers.conjugate_gradient import conjugate_gra
 from lightning_struct.functional.solvers.least_squares import lsmr, lsqr
 from lightning_struct.functional.solvers.line_search import armijo
 from lightning_struct.functional.vectors import inner
-from lightning_struct.optim.shf.outputs.batch_model import BatchModel
+from lightning_struct.optim.shf.outputs.batch_model import BatchModel, Line
 from lightning_struct.optim.shf.outputs.preconditioner import Preconditioner
 from lightning_struct.optim.shf.samples import Batches
 from lightning_struct.optim.shf.settings import CG, LSMR, LSQR, Settings
@@ -35,18 +35,16 @@ class Solution:
         last: the solver's last iterate, from which the next solve starts.
         iterations: iterations done.
         stop_reason: why the solver stopped.
+        line: value, slope and curvature along d.
         merits: (iteration, φ) as evaluated during the solve.
-        value: f(w + d), where the solver had to know it; else None.
-        curvature: ½‖A d‖²/m + ½ l2 ‖d‖², where the solver had to know it; else None.
     """
 
     direction: Tensor
     last: Tensor
     iterations: int
     stop_reason: str
+    line: Line
     merits: tuple[tuple[int, float], ...] = ()
-    value: float | None = None
-    curvature: float | None = None
 
 
 class MeritStopping:
@@ -98,6 +96,7 @@ def solve(
     preconditioner: Preconditioner,
     maxiter: int,
     validation: Batches | None,
+    scale: float = 1.0,
 ) -> Solution:
     """Minimise the model with λ²‖d - d0‖² (or λ²‖d‖², equation (18)) and the penalty, by the solver of the settings.
 
@@ -109,6 +108,7 @@ def solve(
         preconditioner: c (Algorithm 3), an object that solves with C, or None.
         maxiter: bound on the iterations.
         validation: the data of the merit φ that ends LSMR and LSQR; None for none.
+        scale: σ of the rule of the next batch: d is σ times the end of the solve.
 
     Raises:
         FloatingPointError: NaN or infinity within the solve.
@@ -116,7 +116,7 @@ def solve(
     anchor = start if settings.damping.center == "start" else None
     solver: Any = settings.solver
     if isinstance(solver, CG):
-        return _solve_by_cg(model, solver, settings.l2, damping, start, anchor, preconditioner, maxiter)
+        return _solve_by_cg(model, solver, settings.l2, damping, start, anchor, preconditioner, maxiter, scale)
     # LSMR (Algorithm 6) or LSQR on min ‖A d - b‖² + n λ²‖d - center‖², until the merit stops falling
     stopping: MeritStopping | None = None
     if validation is not None:
@@ -147,7 +147,8 @@ def solve(
         gradient=model.gradient_of_rows() if start is None else None,
     )
     merits = () if stopping is None else tuple(stopping.values)
-    return Solution(result.x, result.x, result.iterations, result.stop_reason, merits)
+    d = _scaled(result.x, scale)
+    return Solution(d, result.x, result.iterations, result.stop_reason, model.along(d), merits)
 
 
 def _solve_by_cg(
@@ -159,6 +160,7 @@ def _solve_by_cg(
     anchor: Tensor | None,
     preconditioner: Preconditioner,
     maxiter: int,
+    scale: float,
 ) -> Solution:
     """CG of Martens (2010) on (AᵀA/m + λ² + l2) d = -∇f + λ² d0, then back over stored iterates while f gets lower."""
     strength = damping**2 + l2
@@ -184,26 +186,32 @@ def _solve_by_cg(
         progress_window=solver.progress_window,
         callback=store,
     )
-    best, value = result.x, model.objective.value_at(result.x)
+    x, d = result.x, _scaled(result.x, scale)
     earlier = [iterate for iteration, iterate in iterates if iteration < result.iterations]
-    for iterate in reversed(earlier):
-        trial = model.objective.value_at(iterate)
+    parts = [inner(x, x), inner(model.gradient, x), inner(model.gradient, d)]
+    parts.append(torch.zeros_like(parts[0]) if anchor is None else inner(anchor, x))
+    directions = [x, *earlier[-1:], *([] if d is x else [d])]
+    # One look at the device for all that the common case asks for.
+    numbers = torch.cat([torch.stack(parts), *map(model.objective.parts_at, directions)]).tolist()
+    squares, slope_of_x, slope, along_anchor, *totals = numbers
+    values = [model.objective.value_of(*totals[i : i + 2]) for i in range(0, len(totals), 2)]
+    best, value = x, values[0]
+    for k, iterate in enumerate(reversed(earlier)):
+        trial = values[1] if k == 0 else model.objective.value_at(iterate)
         if trial > value:
             break
         best, value = iterate, trial
-    curvature = None
-    if best is result.x:  # the quadratic less its damping and its slope
-        damped = 0.5 * inner(best, best).item() - (0.0 if anchor is None else inner(anchor, best).item())
-        curvature = result.quadratic - damping**2 * damped - model.slope(best)
-    return Solution(best, result.x, result.iterations, result.stop_reason, value=value, curvature=curvature)
+    if best is not x:
+        d = _scaled(best, scale)
+        return Solution(d, x, result.iterations, result.stop_reason, model.along(d))
+    # the quadratic less its damping and its slope
+    curvature = result.quadratic - damping**2 * (0.5 * squares - along_anchor) - slope_of_x
+    line = Line(values[0] if d is x else values[-1], slope, curvature if d is x else scale**2 * curvature)
+    return Solution(d, x, result.iterations, result.stop_reason, line)
 
 
-def shortened(solution: Solution, scale: float) -> Solution:
-    """A solution whose direction is ``scale`` times as long; the next solve starts from the whole."""
-    if scale == 1.0:
-        return solution
-    curvature = None if solution.curvature is None else scale**2 * solution.curvature
-    return replace(solution, direction=solution.direction * scale, value=None, curvature=curvature)
+def _scaled(d: Tensor, scale: float) -> Tensor:
+    return d if scale == 1.0 else d * scale
 
 
 def update_along(model: BatchModel, solution: Solution, *, damping: float, iterations: int) -> Update | None:
@@ -215,12 +223,10 @@ def update_along(model: BatchModel, solution: Solution, *, damping: float, itera
         damping: λ of the solve.
         iterations: iterations of this solve and of those before it in the same step.
     """
-    d = solution.direction
-    slope = model.slope(d)
-    predicted = slope + (model.curvature_along(d) if solution.curvature is None else solution.curvature)
+    d, (full, slope, curvature) = solution.direction, solution.line
+    predicted = slope + curvature
     if not (slope < 0.0 and predicted < 0.0):
         return None
-    full = model.objective.value_at(d) if solution.value is None else solution.value
     found = armijo(partial(model.objective.value_at, d), model.value, slope, alpha=_ARMIJO, first_value=full)
     if found.step_length == 0.0:
         return None

@@ -16,7 +16,7 @@ from lightning_struct.functional.jacobian.losses import GaussNewtonLoss
 from lightning_struct.functional.layers.calls import rows_of_arguments
 from lightning_struct.functional.randomness import normal_numbers
 from lightning_struct.functional.solvers.damping import ScaledDamping, next_batch_rule
-from lightning_struct.functional.vectors import inner
+from lightning_struct.functional.vectors import inner, root
 from lightning_struct.optim.requirements import warn
 from lightning_struct.optim.shf.outputs.batch_model import BatchModel
 from lightning_struct.optim.shf.outputs.preconditioner import (
@@ -25,7 +25,7 @@ from lightning_struct.optim.shf.outputs.preconditioner import (
     check_per_sample,
     preconditioner_of_step,
 )
-from lightning_struct.optim.shf.outputs.solve import shortened, solve, update_along
+from lightning_struct.optim.shf.outputs.solve import solve, update_along
 from lightning_struct.optim.shf.report import StepReport
 from lightning_struct.optim.shf.samples import Batches, arguments, check_arguments
 from lightning_struct.optim.shf.settings import CG, Kronecker, NextBatch, Settings, name_of
@@ -155,10 +155,11 @@ class OutputSteps(Steps):
                     preconditioner=preconditioner,
                     maxiter=self.scaled_maxiter(now, model),
                     validation=self._validation,
+                    scale=scale,
                 )
             iterations += solution.iterations
             with now.timed("line_search"):
-                update = update_along(model, shortened(solution, scale), damping=damping, iterations=iterations)
+                update = update_along(model, solution, damping=damping, iterations=iterations)
             if update is not None:
                 return update
             # The paper goes on with whatever direction it has. One that started from d0 != 0 need not be of descent,
@@ -214,6 +215,7 @@ class OutputSteps(Steps):
     def _model_of(self, now: StepState, inputs: Any, targets: Tensor) -> BatchModel:
         check_per_sample(self.settings.preconditioner, self.module)
         layers = self.exact_variance and not now.memory.uncovered
+        change = now.memory.change if isinstance(self.settings.damping, NextBatch) else None
         with now.timed("linearize"), self._network_draws(now), self.buffers.watched():
             try:
                 model = BatchModel(
@@ -225,6 +227,7 @@ class OutputSteps(Steps):
                     self.settings,
                     layers=layers,
                     single_samples=self._single_samples,
+                    change=change,
                 )
             except TypeError:
                 check_arguments(self.module, arguments(inputs))
@@ -282,11 +285,9 @@ class OutputSteps(Steps):
             Whether the weights are those of before the last step again.
         """
         memory = now.memory
-        if not isinstance(self.settings.damping, NextBatch) or memory.change is None:
+        if memory.change is None or model.value_before is None:
             return False
-        change = memory.change.to(model.gradient)
-        with now.timed("next_batch"):
-            fresh = model.value - model.objective.value_at(-change)
+        fresh = model.value - model.value_before
         own, scale = memory.own_change, memory.step_scale
         changes = _averaged(memory.average_changes, (fresh, own))
         fits = _averaged(memory.average_fits, (-own / scale, memory.largest_fall))
@@ -294,7 +295,7 @@ class OutputSteps(Steps):
         harmful = not fresh <= max(_HARM * (model.value - fresh), -own)
         if harmful:
             _log.debug(f"SHF: the loss of the next batch rose by {fresh:.3g}; the last step is taken back")
-            model.weights.add_(-change)
+            model.weights.add_(-memory.change.to(model.gradient))
             changes, ratio = (0.0, changes[1]), -1.0
         smallest, largest = self.settings.damping.bounds
         ruled = next_batch_rule(
@@ -335,16 +336,13 @@ def first_damping(model: BatchModel, seed: int) -> float:
         seed: seed of the vector that the iteration starts from.
     """
     generator, like = torch.Generator().manual_seed(seed), model.gradient
-    vector = normal_numbers(*like.shape, like=like, dtype=like.dtype, generator=generator)
-    largest = 0.0
+    vector = largest = normal_numbers(*like.shape, like=like, dtype=like.dtype, generator=generator)
     for _ in range(_POWER_ITERATIONS):
-        length = math.sqrt(inner(vector, vector).item())
-        if length == 0.0:
-            break
-        vector = vector.div_(length)
+        vector = vector.div_(root(inner(vector, vector)))
         product = model.curvature(vector)
-        largest, vector = inner(vector, product).item(), product
-    return _FIRST_DAMPING * math.sqrt(largest) if largest > 0.0 and math.isfinite(largest) else 1.0
+        largest, vector = inner(vector, product), product
+    found = largest.item()
+    return _FIRST_DAMPING * math.sqrt(found) if found > 0.0 and math.isfinite(found) else 1.0
 
 
 def _averaged(old: tuple[float, float], new: tuple[float, float]) -> tuple[float, float]:

@@ -126,9 +126,7 @@ class GramLeastSquares(_AllDampings):
         jacobian: J, its rows here.
         largest_singular_value: an estimate from below, by power iteration.
         smallest_damping: λ down to which the residual J d - b of a solution d is that of the exact one to a hundredth.
-
-    Raises:
-        torch.linalg.LinAlgError: in a solution, λ far below ``smallest_damping``.
+            Far below it solutions are NaN.
 
     Example:
         >>> jacobian = torch.tensor([[2.0, 0.0], [0.0, 4.0], [0.0, 0.0]])
@@ -153,6 +151,7 @@ class GramLeastSquares(_AllDampings):
             self._wide = self.jacobian if all_gather is None else self.jacobian.gathered(all_gather)
             self._gram = self._wide.gram_of_rows()
         self._factor, self._factor_damping = torch.empty_like(self._gram), math.nan
+        self._failed = torch.empty((), dtype=torch.int32, device=self._gram.device)
         # from a vector (P,), so that the order of the rows, as processes share them, makes no difference
         start = normal_numbers(self.jacobian.shape[1], like=self._gram.new_empty(0, dtype=self.jacobian.dtype))
         start = start if self._tall else self._wide.product(start)
@@ -177,7 +176,8 @@ class GramLeastSquares(_AllDampings):
         if damping != self._factor_damping:
             self._factor_damping = math.nan
             self._factor.copy_(self._gram).diagonal().add_(damping * damping)
-            torch.linalg.cholesky(self._factor, out=self._factor)
+            _, failed = torch.linalg.cholesky_ex(self._factor, out=(self._factor, self._failed))
+            self._factor.masked_fill_(failed > 0, math.nan)  # without a look at the device
             self._factor_damping = damping
         solution = torch.cholesky_solve(coordinates[:, None].to(self._factor), self._factor)[:, 0].to(coordinates)
         return solution if self._tall else self._wide.transposed_product(solution)

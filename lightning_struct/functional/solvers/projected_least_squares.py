@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.vectors import float32_holds, inner
+from lightning_struct.functional.vectors import float32_holds, inner, root
 
 _CHECK_EVERY = 10
 # Vectors that a basis has room for at first; then for twice as many, and so on.
@@ -40,6 +40,7 @@ class ProjectedLeastSquares:
         steps: k.
         gradient: -Jᵀb, (P,).
         singular_values: of B, (k,), the largest first; the largest are close to those of J.
+        largest_singular_value: the first of them, 0 for none.
 
     Raises:
         FloatingPointError: a product holds NaN or infinity.
@@ -69,22 +70,31 @@ class ProjectedLeastSquares:
         self.gradient = -product if gradient is None else gradient
         self._left, self._right = _Basis(b, steps + 1, all_reduce), _Basis(product, steps + 1, lambda tensor: tensor)
         beta = self._left.append(b)
-        alpha = self._right.append(product / beta if beta > 0.0 else product)
-        self._betas, self._alphas = [beta], [alpha]
-        first = alpha * beta
-        while alpha > 0.0 and len(self._betas) <= steps:
-            beta = self._left.append(matvec(self._right.rows[-1]) - alpha * self._left.rows[-1])
-            self._betas.append(beta)
-            alpha = 0.0
-            if beta > 0.0:
-                alpha = self._right.append(rmatvec(self._left.rows[-1]) - beta * self._right.rows[-1])
-            self._alphas.append(alpha)
+        alpha = self._right.append(product / torch.where(beta > 0.0, beta, 1.0))
+        self._betas: list[float] = []
+        self._alphas: list[float] = []
+        self._take(beta, alpha)
+        first = self._alphas[0] * self._betas[0]
+        while self._alphas[-1] > 0.0 and len(self._betas) <= steps:
+            beta = self._left.append(matvec(self._right.rows[-1]) - self._alphas[-1] * self._left.rows[-1])
+            alpha = self._right.append(rmatvec(self._left.rows[-1]) - beta * self._right.rows[-1])
+            self._take(beta, alpha)
             if self.steps % _CHECK_EVERY == 0 and (
-                alpha * beta * abs(self._projected(damping)[-1].item()) <= tolerance * first
+                self._alphas[-1] * self._betas[-1] * abs(self._projected(damping)[-1].item()) <= tolerance * first
             ):  # ‖Jᵀ(b - J d) - λ² d‖ of LSQR's solution
                 break
         self._basis = self._right.rows[: self.steps]
-        self._p, self.singular_values, self._q = torch.linalg.svd(self._bidiagonal(), full_matrices=False)
+        p, s, q = torch.linalg.svd(self._bidiagonal(), full_matrices=False)
+        self.largest_singular_value = s[0].item() if len(s) else 0.0
+        self._p, self.singular_values, self._q = (t.to(self._basis.device) for t in (p, s, q))
+
+    def _take(self, beta: Tensor, alpha: Tensor) -> None:
+        """Keep β and α: one look at the device in an iteration."""
+        numbers = torch.stack([beta, alpha]).tolist()
+        if not all(map(math.isfinite, numbers)):
+            raise FloatingPointError("a product with the Jacobian of the residuals holds NaN or infinity")
+        self._betas.append(numbers[0])
+        self._alphas.append(numbers[1] if numbers[0] > 0.0 else 0.0)
 
     @property
     def steps(self) -> int:
@@ -101,19 +111,19 @@ class ProjectedLeastSquares:
         return self._basis.mT @ (self._q.mT @ (coordinates * (s / (s * s + damping * damping)))).to(self._basis)
 
     def _bidiagonal(self) -> Tensor:
-        """B, (k + 1, k), float64."""
+        """B, (k + 1, k), float64, on the CPU, as all that is made of it: it is small."""
         k = self.steps
         bidiagonal = torch.zeros(k + 1, k, dtype=torch.float64, device="cpu")
         bidiagonal.diagonal().copy_(torch.tensor(self._alphas[:k], device="cpu"))
         bidiagonal.diagonal(-1).copy_(torch.tensor(self._betas[1:], device="cpu"))
-        return bidiagonal.to(self.gradient.device)
+        return bidiagonal
 
     def _projected(self, damping: float) -> Tensor:
         """V-coordinates of the solution for b, (k,)."""
         bidiagonal, k = self._bidiagonal(), self.steps
         if k == 0:
             return bidiagonal.new_zeros(0)
-        unit = torch.eye(k, dtype=bidiagonal.dtype, device=bidiagonal.device)
+        unit = torch.eye(k, dtype=bidiagonal.dtype, device="cpu")
         if self._method == "lsqr":
             matrix = torch.cat([bidiagonal, damping * unit])
             right = matrix.new_zeros(len(matrix), 1)
@@ -150,36 +160,33 @@ class _Basis:
         """The inner products of a vector (n,) with those of the basis, (k,)."""
         return self._sum(self.rows @ vector)
 
-    def append(self, vector: Tensor) -> float:
-        """Append what a vector (n,) has beside the basis, of unit norm; return its norm, 0 where it has nothing.
+    def append(self, vector: Tensor) -> Tensor:
+        """Append what a vector (n,) has beside the basis, of unit norm; return its norm (), 0 if it has nothing.
 
         A pass that leaves less than a part of the vector leaves rounding errors, too, so that another one follows
         (Daniel et al. 1976). Where each pass does, there are only rounding errors: the basis spans all that is reached.
-
-        Raises:
-            FloatingPointError: it holds NaN or infinity.
+        On a device that the host would have to wait for, two passes are made in any case.
         """
         norm = self._norm(vector)
-        for _ in range(_PASSES if self._count else 0):
+        before = torch.zeros_like(norm)
+        for _ in range((_PASSES if vector.is_cpu else 2) if self._count else 0):
             before = norm
             vector = torch.addmv(vector, self.rows.mT, self.components(vector), alpha=-1.0)
             norm = self._norm(vector)
-            if norm > _PART * before:
+            if vector.is_cpu and norm > _PART * before:
                 break
-        else:
-            norm = norm if not self._count else 0.0
+        norm = torch.where(norm <= _PART * before, 0.0, norm)
         if self._count == len(self._storage):
             larger = vector.new_empty(min(2 * self._count, self._most), len(vector))
             larger[: self._count] = self._storage
             self._storage = larger
-        self._storage[self._count] = vector / norm if norm > 0.0 else 0.0
+        self._storage[self._count] = torch.where(norm == 0.0, 0.0, vector / norm)
         self._count += 1
         return norm
 
-    def _norm(self, vector: Tensor) -> float:
-        squares = self._sum(inner(vector, vector)).item()
-        if not float32_holds(squares):
-            squares = self._sum(inner(vector.double(), vector.double())).item()
-        if not math.isfinite(squares):
-            raise FloatingPointError("a product with the Jacobian of the residuals holds NaN or infinity")
-        return math.sqrt(squares)
+    def _norm(self, vector: Tensor) -> Tensor:
+        if vector.is_cpu:
+            squares = self._sum(inner(vector, vector))
+            if float32_holds(squares.item()):
+                return root(squares)
+        return root(self._sum(inner(vector.double(), vector.double())))

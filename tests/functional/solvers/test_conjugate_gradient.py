@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_struct.functional.solvers.conjugate_gradient import conjugate_gradient
 from tests.cases import gaussian
-from tests.optim.shf.waits import waits_of
 
 
 def positive_definite(n: int, seed: int, condition: float = 100.0) -> Tensor:
@@ -178,20 +177,6 @@ def test_the_quadratic_of_a_long_solve_is_that_of_its_solution(
     )
     exact, eps = quadratic(matrix, b, result.x.double()), torch.finfo(dtype).eps
     assert abs(result.quadratic - exact) < eps * (100 * abs(exact) + abs(quadratic(matrix, b, x0)))
-
-
-@pytest.mark.parametrize("leaves", [1, 20])
-def test_an_iteration_waits_twice_for_the_device_whatever_the_number_of_tensors(leaves: int) -> None:
-    b = {str(i): gaussian(5, seed=i) for i in range(leaves)}
-    diagonal = {name: t.abs() + 0.5 for name, t in b.items()}
-
-    def matvec(x: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: diagonal[name] * t for name, t in x.items()}
-
-    def solve(iterations: int) -> None:
-        assert conjugate_gradient(matvec, b, maxiter=iterations, progress_tolerance=1e-30).iterations == iterations
-
-    assert waits_of(lambda: solve(4)) - waits_of(lambda: solve(2)) == 2 * 2
 
 
 def test_maxiter_zero_returns_the_start_and_its_residual() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_struct.collective import all_gather_rows, all_reduce, rank, world_size
+from lightning_struct.collective import all_gather_rows, all_reduce, gather_numbers, rank, world_size
 from lightning_struct.functional.checks import NotFinite
 from lightning_struct.functional.jacobian.gauss_newton import linearize
 from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
@@ -27,7 +27,7 @@ from lightning_struct.functional.residuals.residual_rows import BatchResiduals, 
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.torch_tools import tree_leaves
 from lightning_struct.functional.vectors import inner
-from lightning_struct.optim.shf.samples import FlatWeights, arguments
+from lightning_struct.optim.shf.samples import FlatWeights, any_not_finite, arguments, refusal_of_batch
 from lightning_struct.optim.shf.step_state import BufferUpdates
 
 # Parts of a batch whose gradients tell the variance, where J is not formed.
@@ -56,7 +56,7 @@ class ResidualModel:
         value: f(w).
         residual: r(w), this process's rows, (N,).
         gradient, gradient_squared, variance: ∇f, flat, ‖∇f‖², and ‖Var‖₁ of the gradients of single samples, which a
-            solver sets by :meth:`measure`.
+            solver sets by :meth:`measure` or :meth:`measure_parts`. The variance is None for a batch of one.
 
     Raises:
         TypeError: the module did not return residuals.
@@ -78,7 +78,9 @@ class ResidualModel:
         self._dtype, self._device = self.weights.vector.dtype, self.weights.vector.device
         args = arguments(inputs)
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        _check_inputs(tensors, self._device)
+        flags = [any_not_finite(tensors, self._device)]
+        if self._device.type == "cpu":  # else they are looked at with the loss
+            _refuse_not_finite(_gathered(flags).tolist(), ())
         self.args, self._repeated = args, _repeating(random_state(*tensors), self._device)
         self._batch = BatchResiduals(records, weights, args, self._repeated)
         blocks = self._batch.blocks
@@ -101,7 +103,11 @@ class ResidualModel:
         self.rows = sum(counts[name] * _row_size(block) for name, block in blocks.items())
         self.residual = self._scaled(torch.cat([block.reshape(-1) for block in blocks.values()]))
         of_all = 0.5 * inner(self.residual, self.residual)  # as `value_of` has it, to be compared with that
-        *block_losses, self.value = all_reduce(torch.stack([*squares, of_all])).tolist()
+        flags += [any_not_finite([block], self._device) for block in blocks.values()]
+        of_processes, losses = _gathered(flags).double(), all_reduce(torch.stack([*squares, of_all]))
+        numbers = torch.cat([of_processes.reshape(-1), losses]).tolist()  # one look at the device
+        _refuse_not_finite([numbers[r * len(flags) :][: len(flags)] for r in range(len(of_processes))], blocks)
+        *block_losses, self.value = numbers[of_processes.numel() :]
         self.block_losses = dict(zip(blocks, block_losses, strict=True))
         if not math.isfinite(self.value):
             too_large = [name for name, value in self.block_losses.items() if not math.isfinite(value)]
@@ -114,11 +120,6 @@ class ResidualModel:
     gradient_squared: float
     variance: float | None
 
-    def measure(self, gradient: Tensor, variance: float | None) -> None:
-        """Take over the gradient and the variance, which come with the solver's products."""
-        self.gradient, self.variance = gradient, variance
-        self.gradient_squared = inner(gradient, gradient).item()
-
     def write_buffers(self, buffers: BufferUpdates) -> None:
         """Let a forward write into the buffers of the module."""
         with self._repeated(), torch.enable_grad():  # residuals may be derivatives in the inputs
@@ -128,12 +129,12 @@ class ResidualModel:
         """r(w + d), this process's rows."""
         return self._scaled(self._batch.values(self.weights.unflat(self.weights.vector + d)))
 
-    def value_of(self, residual: Tensor) -> float:
-        """½‖r‖² over all processes."""
-        return 0.5 * all_reduce(inner(residual, residual)).item()
+    def value_of(self, residual: Tensor) -> Tensor:
+        """½‖r‖² over all processes, (), float64."""
+        return 0.5 * all_reduce(inner(residual, residual))
 
-    def value_at(self, d: Tensor) -> float:
-        """f(w + d)."""
+    def value_at(self, d: Tensor) -> Tensor:
+        """f(w + d), (), float64."""
         return self.value_of(self.residual_at(d))
 
     @cached_property
@@ -152,22 +153,11 @@ class ResidualModel:
         return self._form(self._batch.sizes, for_gram=False)
 
     def jacobian(self, form: JacobianForm) -> Jacobian:
-        """J, (N, P), this process's rows; as a matrix on all processes where one has no other form.
-
-        Raises:
-            ValueError: NaN or infinity in it.
-        """
+        """J, (N, P), this process's rows; as a matrix on all processes where one has no other form."""
         jacobian = self._batch.jacobian(self.weights.by_name, form.kept)
         jacobian.scale_rows(self._scale)
-        finite = torch.stack([part.isfinite().all() for part in jacobian.parts()]).all()
-        is_matrix = torch.tensor(isinstance(jacobian, DenseJacobian), device=self._device)
-        not_finite, matrices = all_reduce(torch.stack([~finite, is_matrix]).int()).tolist()
-        if not_finite:
-            raise NotFinite(
-                "the derivatives of the residuals in the weights hold NaN or infinity, the residuals do not: look for "
-                "a root or a norm at zero. The weights are unchanged"
-            )
-        return DenseJacobian(jacobian.dense()) if matrices else jacobian
+        are_matrices = gather_numbers([isinstance(jacobian, DenseJacobian)], self._device)
+        return DenseJacobian(jacobian.dense()) if any(is_matrix for (is_matrix,) in are_matrices) else jacobian
 
     @property
     def _dense_form(self) -> JacobianForm:
@@ -184,11 +174,21 @@ class ResidualModel:
         """Products with J at w."""
         return Products(self._batch, self._scale, self.weights)
 
-    def gradient_and_variance(self, jacobian: Jacobian) -> tuple[Tensor, float | None]:
-        """∇f = Jᵀr, flat, and ‖Var‖₁ of the gradients of single samples, from the rows of J.
+    def measure(self, jacobian: Jacobian, *others: Tensor) -> list[float]:
+        """Set ∇f = Jᵀr, flat, and ‖Var‖₁ of the gradients of single samples, from the rows of J.
 
         A sample is a row of a block. Of blocks b with n_b rows it is N Σ_b w_b² tr Σ_b/n_b, N the rows of all: N times
-        the variance of ∇f, so that N can stand for the size of the batch in the norm test. None for a batch of one.
+        the variance of ∇f, so that N can stand for the size of the batch in the norm test.
+
+        Args:
+            jacobian: J.
+            others: numbers of J, (), float64, which the same look at the device is for.
+
+        Returns:
+            list: the others.
+
+        Raises:
+            ValueError: NaN or infinity in J.
         """
         squares, sums, first = [], [], 0
         for size, block in zip(self._batch.sizes, self._batch.blocks.values(), strict=True):
@@ -196,34 +196,53 @@ class ResidualModel:
             squares.append(jacobian.squared_norms(self.residual[rows], len(block), rows))
             sums.append(jacobian.transposed_product(self.residual[rows], rows))
             first += size
-        shared_squares = all_reduce(torch.stack(squares)).tolist()
-        shared_sums = all_reduce(torch.stack(sums))
+        bad = torch.stack([~part.isfinite().all() for part in jacobian.parts()]).any().double()
+        of_samples, sums_of_all = all_reduce(torch.stack([bad, *squares])), all_reduce(torch.stack(sums))
+        self.gradient = sums_of_all.sum(0)
+        of_blocks = [inner(block_sum, block_sum) for block_sum in sums_of_all]
+        of_gradient = inner(self.gradient, self.gradient)
+        not_finite, *numbers = torch.cat([of_samples, torch.stack([*of_blocks, of_gradient, *others])]).tolist()
+        if not_finite:
+            raise NotFinite(
+                "the derivatives of the residuals in the weights hold NaN or infinity, the residuals do not: look for "
+                "a root or a norm at zero. The weights are unchanged"
+            )
+        shared_squares, squared_sums = numbers[: len(squares)], numbers[len(squares) : 2 * len(squares)]
         total = 0.0
-        for count, square, block_sum in zip(self.counts.values(), shared_squares, shared_sums, strict=True):
+        for count, square, squared_sum in zip(self.counts.values(), shared_squares, squared_sums, strict=True):
             if count > 1:
-                total += max(square - inner(block_sum, block_sum).item() / count, 0.0) * count / (count - 1)
-        return shared_sums.sum(0), None if self.samples == 1 else self.samples * total
+                total += max(square - squared_sum / count, 0.0) * count / (count - 1)
+        self.variance = None if self.samples == 1 else self.samples * total
+        self.gradient_squared = numbers[2 * len(squares)]
+        return numbers[2 * len(squares) + 1 :]
 
-    def gradient_and_variance_of_parts(self, backward: Callable[[Tensor], Tensor]) -> tuple[Tensor, float | None]:
-        """∇f, and an estimate of the variance from the gradients of a few parts of the batch, a product with Jᵀ each.
+    def measure_parts(self, backward: Callable[[Tensor], Tensor]) -> None:
+        """Set ∇f, and an estimate of the variance from the gradients of a few parts of the batch, a product each.
 
         A part has every so many-th row of each block, counted over all processes. The variance is None where some block
         has fewer than two rows.
+
+        Args:
+            backward: u -> Jᵀu over the rows of all processes.
         """
         parts = min(_PARTS, *self.counts.values())
         if parts < 2:
-            return backward(self.residual), None
-        counts = torch.tensor([len(block) for block in self._batch.blocks.values()], device=self._device)
-        firsts = all_gather_rows(counts)[: rank()].sum(0)  # rows of the processes before this one
+            self.gradient, self.variance = backward(self.residual), None
+            self.gradient_squared = inner(self.gradient, self.gradient).item()
+            return
+        own = [len(block) for block in self._batch.blocks.values()]
+        before = gather_numbers(own, self._device)[: rank()]  # rows of the processes before this one
+        firsts = [sum(counts) for counts in zip(*before, strict=True)] or [0] * len(own)
         part_of = torch.cat(
             [
                 torch.arange(first, first + count, device=self._device).repeat_interleave(size // count) % parts
-                for first, count, size in zip(firsts.tolist(), counts.tolist(), self._batch.sizes, strict=True)
+                for first, count, size in zip(firsts, own, self._batch.sizes, strict=True)
             ]
         )
         gradients = torch.stack([backward(self.residual * (part_of == part)) for part in range(parts)])
-        deviations = gradients - gradients.mean(0)
-        return gradients.sum(0), self.samples * inner(deviations, deviations).item() * parts / (parts - 1)
+        self.gradient, deviations = gradients.sum(0), gradients - gradients.mean(0)
+        numbers = torch.stack([inner(self.gradient, self.gradient), inner(deviations, deviations)]).tolist()
+        self.gradient_squared, self.variance = numbers[0], self.samples * numbers[1] * parts / (parts - 1)
 
     def _scaled(self, residual: Tensor) -> Tensor:
         return residual.to(self._dtype) * self._scale
@@ -274,11 +293,22 @@ def _repeating(state: RandomState, device: torch.device) -> Callable[[], Abstrac
     return context
 
 
-def _check_inputs(tensors: list[Tensor], device: torch.device) -> None:
-    finite = all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())
-    for r, (bad,) in enumerate(all_gather_rows(torch.tensor([not finite], device=device)).tolist()):
-        if bad:
-            raise NotFinite(f"the batch holds NaN or infinity{_on_rank(r)}; the weights are unchanged. Clean the data")
+def _gathered(flags: Sequence[Tensor]) -> Tensor:
+    """Flags (), of all processes, (processes, flags)."""
+    return all_gather_rows(torch.stack(list(flags)))
+
+
+def _refuse_not_finite(flags: Sequence[Sequence[float]], blocks: Iterable[str]) -> None:
+    """Raise for NaN or infinity in the inputs of a process, the first of its flags, or in its blocks."""
+    for r, (inputs, *of_blocks) in enumerate(flags):
+        if inputs:
+            raise refusal_of_batch(_on_rank(r))
+        for name, bad in zip(blocks, of_blocks, strict=False):
+            if bad:
+                raise NotFinite(
+                    f"block {name!r} of the residuals holds NaN or infinity at the current weights{_on_rank(r)}; they "
+                    "are unchanged. Look at its equation and its points, or lower the scale of the initialisation"
+                )
 
 
 def _check_names(blocks: Mapping[str, Tensor], names: Collection[str] | None, device: torch.device) -> None:
@@ -293,27 +323,21 @@ def _check_names(blocks: Mapping[str, Tensor], names: Collection[str] | None, de
 
 def _checked_counts(blocks: Mapping[str, Tensor], device: torch.device) -> dict[str, int]:
     """n_b over all processes."""
-    rows = [(len(block) if block.numel() else 0, not bool(block.isfinite().all())) for block in blocks.values()]
-    shares = all_gather_rows(torch.tensor(rows, device=device).reshape(-1)).reshape(-1, len(blocks), 2)
-    for r, share in enumerate(shares.tolist()):
-        for name, (count, bad) in zip(blocks, share, strict=True):
+    shares = gather_numbers([len(block) if block.numel() else 0 for block in blocks.values()], device)
+    for r, share in enumerate(shares):
+        for name, count in zip(blocks, share, strict=True):
             if count == 0:
                 raise ValueError(
                     f"block {name!r} of the residuals is empty{_on_rank(r)}: a mean over no rows is not defined. Leave "
                     "the block out, or give it points"
                 )
-            if bad:
-                raise NotFinite(
-                    f"block {name!r} of the residuals holds NaN or infinity at the current weights{_on_rank(r)}; they "
-                    "are unchanged. Look at its equation and its points, or lower the scale of the initialisation"
-                )
-    return dict(zip(blocks, shares[..., 0].sum(0).tolist(), strict=True))
+    return dict(zip(blocks, map(sum, zip(*shares, strict=True)), strict=True))
 
 
 def _is_the_same_everywhere(text: str, device: torch.device) -> bool:
     """Whether all processes have this text; one collective."""
-    digest = torch.tensor([zlib.crc32(text.encode())], device=device)
-    return len(set(all_gather_rows(digest)[:, 0].tolist())) == 1
+    digests = gather_numbers([zlib.crc32(text.encode())], device)
+    return all(digest == digests[0] for digest in digests)
 
 
 def _row_size(block: Tensor) -> int:

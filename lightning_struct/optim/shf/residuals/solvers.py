@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_struct.collective import all_gather_unequal, all_reduce, world_size
+from lightning_struct.collective import all_gather_unequal, all_reduce, gather_numbers, world_size
 from lightning_struct.functional.checks import NotFinite
 from lightning_struct.functional.residuals.jacobians import JacobianForm, matrix_form
 from lightning_struct.functional.solvers.factored_least_squares import FactoredLeastSquares, GramLeastSquares
@@ -107,7 +107,8 @@ class ExactSolver(ResidualSolver):
     def __init__(self, model: ResidualModel) -> None:
         self._model = model
         self._jacobian = model.jacobian(model.form_for_gram)
-        model.measure(*model.gradient_and_variance(self._jacobian))
+        others = [] if self._is_only_by_gram else [all_reduce(self._jacobian.squared_norm())]
+        self._squared_norms = model.measure(self._jacobian, *others)
         self._factored: FactoredLeastSquares | GramLeastSquares | None = None
 
     def begin(self, start: Tensor | None, damping: float | None) -> None:
@@ -160,9 +161,8 @@ class ExactSolver(ResidualSolver):
 
     def _smallest_for_gram(self) -> float:
         """λ down to which Cholesky factors will do, by ‖J‖, the Frobenius norm, for σ₁, which is smaller."""
-        squared = all_reduce(self._jacobian.squared_norm()).item()
         size = min(self._model.rows, self._jacobian.shape[1])
-        return math.sqrt(squared) * GramLeastSquares.smallest_share(size, self._jacobian.dtype)
+        return math.sqrt(self._squared_norms[0]) * GramLeastSquares.smallest_share(size, self._jacobian.dtype)
 
 
 class KrylovSolver(ResidualSolver):
@@ -189,10 +189,10 @@ class KrylovSolver(ResidualSolver):
         if form is not None and fits:
             jacobian = model.jacobian(form)
             self._products = RowProducts(jacobian)
-            model.measure(*model.gradient_and_variance(jacobian))
+            model.measure(jacobian)
         else:
             self._products = model.products()
-            model.measure(*model.gradient_and_variance_of_parts(self._products.backward))
+            model.measure_parts(self._products.backward)
 
     def begin(self, start: Tensor | None, damping: float | None) -> None:
         residual, self._start = self._model.residual, start
@@ -208,7 +208,7 @@ class KrylovSolver(ResidualSolver):
             gradient=self._model.gradient if start is None else None,
         )
         self.iterations += self._projected.steps
-        self.largest = max(self._projected.singular_values.tolist(), default=0.0)
+        self.largest = self._projected.largest_singular_value
         self.stop_reason = "maxiter" if self._projected.steps == self._maxiter else "normal_residual"
 
     def direction(self, damping: float) -> Tensor:
@@ -299,7 +299,7 @@ def _check_memory_of_exact(model: ResidualModel) -> None:
 
 def _everywhere(holds: bool, device: torch.device) -> bool:
     """Whether something holds on all processes."""
-    return all_reduce(torch.tensor([not holds], dtype=torch.int, device=device)).item() == 0
+    return all(held for (held,) in gather_numbers([holds], device))
 
 
 def _memory_of_products(model: ResidualModel, form: JacobianForm | None, maxiter: int) -> dict[str, tuple[int, str]]:

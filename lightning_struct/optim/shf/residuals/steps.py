@@ -125,7 +125,7 @@ class ResidualSteps(Steps):
                 with now.timed("line_search"):
                     step = steps.best(around, adapts=adapts)
                 if step is not None:
-                    change = model.value_of(model.residual + solver.product(step.velocity)) - model.value
+                    change = model.value_of(model.residual + solver.product(step.velocity)).item() - model.value
                     ratio = (step.value - model.value) / change if change < 0.0 else 0.0
                     d = step.direction
                     iterations = solver.iterations
@@ -188,18 +188,13 @@ class DampedStep:
         velocity: v, the solution, flat.
         damping: λ it was computed with.
         value: f(w + d); infinity where it is not finite.
-        acceleration: a; None where d = v.
+        direction: d, v with its geodesic acceleration, if it has one.
     """
 
     velocity: Tensor
     damping: float
     value: float
-    acceleration: Tensor | None = None
-
-    @property
-    def direction(self) -> Tensor:
-        """d = v + a."""
-        return self.velocity if self.acceleration is None else self.velocity + self.acceleration
+    direction: Tensor
 
 
 class DampedSteps:
@@ -262,20 +257,16 @@ class DampedSteps:
         velocity = self._solver.direction(damping)
         if self._accelerated:
             a = geodesic_acceleration(self._solver, self._model.residual, self._model.residual_at, velocity, damping)
-            if 2.0 * math.sqrt(inner(a, a).item()) < _LARGEST_ACCELERATION * math.sqrt(
-                inner(velocity, velocity).item()
-            ):
-                value = self._value(velocity + a)
-                if value < self._model.value:
-                    return DampedStep(velocity, damping, value, a)
-        return DampedStep(velocity, damping, self._value(velocity))
+            both = velocity + a
+            numbers = torch.stack([inner(a, a), inner(velocity, velocity), self._model.value_at(both)]).tolist()
+            is_short = 2.0 * math.sqrt(numbers[0]) < _LARGEST_ACCELERATION * math.sqrt(numbers[1])
+            if is_short and numbers[2] < self._model.value:
+                return DampedStep(velocity, damping, numbers[2], both)
+        value = self._model.value_at(velocity).item()
+        return DampedStep(velocity, damping, value if math.isfinite(value) else math.inf, velocity)
 
     def _within(self, damping: float) -> float:
         return min(max(damping, self._smallest), self._largest)
-
-    def _value(self, d: Tensor) -> float:
-        value = self._model.value_at(d)
-        return value if math.isfinite(value) else math.inf
 
 
 def adapted_warm_start(warm_start: float, loss: float, left: float | None, rounding: float) -> float:

@@ -1,0 +1,174 @@
+"""Steps on the stand-in device, and how often the host waited for it: ``python -m tests.waiting.cases``, as JSON.
+
+They have a process of their own, since the stand-in registers itself as the accelerator of torch.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_struct import nn as structured
+from lightning_struct.functional import per_sample_gradient_norms
+from lightning_struct.optim import RLS, SHF
+from lightning_struct.optim.shf.settings import LSMR, Kronecker
+from tests.waiting.standin import StandInDevice
+
+_STEPS = 3
+
+
+class Curve(nn.Module):
+    """Residuals of a small network that is fitted to a sine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.net(x) - x.sin())[:, 0]
+
+
+class Tagger(nn.Module):
+    """A recurrent network, with a class for each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.RNN(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x.transpose(0, 1))[0].transpose(0, 1))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def labels(*shape: int) -> Tensor:
+    return torch.randint(3, shape, generator=torch.Generator().manual_seed(1))
+
+
+# name -> module, loss, inputs, targets, whether with the paper's settings, options
+SHF_CASES: dict[str, tuple[Callable[[], nn.Module], str, Tensor, Tensor | None, bool, dict[str, Any]]] = {
+    "mse": (mlp, "mse", numbers(32, 4), numbers(32, 3), False, {}),
+    "cross-entropy": (mlp, "cross_entropy", numbers(32, 4), labels(32), False, {}),
+    "binary cross-entropy": (mlp, "binary_cross_entropy", numbers(32, 4), labels(32, 3).clamp_max(1), False, {}),
+    "convolutions": (cnn, "cross_entropy", numbers(16, 1, 6, 6), labels(16), False, {"preconditioner": Kronecker()}),
+    "recurrent": (Tagger, "cross_entropy", numbers(8, 5, 4), labels(8, 5), False, {}),
+    "paper": (mlp, "cross_entropy", numbers(32, 4), labels(32), True, {}),
+    "paper with l2": (mlp, "mse", numbers(32, 4), numbers(32, 3), True, {"l2": 1e-3, "solver": LSMR(maxiter=10)}),
+    "lsqr": (mlp, "mse", numbers(32, 4), numbers(32, 3), False, {"solver": "lsqr"}),
+    "exact residuals": (Curve, "least_squares", numbers(20, 1).double(), None, False, {"solver": "exact"}),
+    "residuals by lsmr": (Curve, "least_squares", numbers(20, 1).double(), None, False, {"solver": "lsmr"}),
+}
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    name: lambda name=name: getattr(structured, name)(16, 16)  # type: ignore[misc]
+    for name in (
+        *("LDRSubdiagonal", "LDRTridiagonal", "ToeplitzLike", "HankelLike", "VandermondeLike", "CauchyLike"),
+        *("LowRank", "Circulant", "Fastfood", "RandomizedHadamard", "Monarch", "Butterfly"),
+    )
+}
+
+
+def shf_steps(name: str) -> list[dict[str, Any]]:
+    """Steps of SHF: iterations of the solver, losses tried by the line search or for other dampings, and waits."""
+    build, loss, inputs, targets, paper, options = SHF_CASES[name]
+    torch.manual_seed(0)
+    found = []
+    with StandInDevice() as device:
+        module, x = device.move(build()), device.tensor(inputs)
+        optimizer = (SHF.paper if paper else SHF)(module, loss, **options)
+        for _ in range(_STEPS):
+            y = None if targets is None else device.tensor(targets)
+            device.reset()
+            report = optimizer.step(inputs=x, targets=y)
+            found.append({"iterations": report.solver_iterations, "waits": device.total, "places": device.places})
+    return found
+
+
+def rls_steps(build: Callable[[], nn.Module], inputs: Tensor) -> list[dict[str, Any]]:
+    """Steps of RLS; exact ones of a single linear layer."""
+    torch.manual_seed(0)
+    found = []
+    with StandInDevice() as device:
+        module = device.move(build())
+        is_exact = isinstance(module, nn.Linear)
+        optimizer = RLS.exact(module) if is_exact else RLS(module, auxiliary=partial(torch.optim.SGD, lr=1e-2))
+        x, y = device.tensor(inputs), device.tensor(labels(len(inputs)))
+        for _ in range(_STEPS):
+            device.reset()
+            optimizer.zero_grad()
+            outputs = module(x)
+            if is_exact:
+                (0.5 * (outputs - F.one_hot(y, 3)).square().sum(1)).mean().backward()
+            else:
+                F.cross_entropy(outputs, y).backward()
+            optimizer.step()
+            found.append({"waits": device.total, "places": device.places})
+    return found
+
+
+def layer_steps(name: str) -> list[dict[str, Any]]:
+    """Steps of gradient descent of a structured layer, then its second forward pass in eval mode."""
+    torch.manual_seed(0)
+    found = []
+    with StandInDevice() as device:
+        layer, x = device.move(LAYERS[name]()), device.tensor(numbers(8, 16))
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for _ in range(_STEPS):
+            device.reset()
+            optimizer.zero_grad()
+            layer(x).square().mean().backward()
+            optimizer.step()
+            found.append({"waits": device.total, "places": device.places})
+        with torch.no_grad():
+            layer.eval()(x)  # prepares the weights for the calls to come
+            device.reset()
+            layer(x)
+        found.append({"waits": device.total, "places": device.places})
+    return found
+
+
+def norm_steps() -> list[dict[str, Any]]:
+    """Backward passes with the gradient norms of single samples."""
+    torch.manual_seed(0)
+    found = []
+    with StandInDevice() as device:
+        module, x, y = device.move(mlp()), device.tensor(numbers(32, 4)), device.tensor(labels(32))
+        for _ in range(_STEPS):
+            device.reset()
+            with per_sample_gradient_norms(module) as norms:
+                F.cross_entropy(module(x), y).backward()
+            norms.squared_norms  # noqa: B018
+            found.append({"waits": device.total, "places": device.places})
+    return found
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    found: dict[str, list[dict[str, Any]]] = {f"SHF {name}": shf_steps(name) for name in SHF_CASES}
+    found["RLS"] = rls_steps(mlp, numbers(32, 4))
+    found["RLS of convolutions"] = rls_steps(cnn, numbers(16, 1, 6, 6))
+    found["RLS.exact"] = rls_steps(lambda: nn.Linear(4, 3), numbers(32, 4))
+    found |= {f"layer {name}": layer_steps(name) for name in LAYERS}
+    found["norms"] = norm_steps()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

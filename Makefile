@@ -9,13 +9,14 @@ INSTALLED_ECOSYSTEM := $(VENV_ECOSYSTEM)/.installed
 # The processes of the tests share what one of them compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help environments demo test test-oldest test-ecosystem lint types docs clean
+.PHONY: help environments demo test test-oldest test-ecosystem gpu-trial lint types docs clean
 
 help:
 	@echo "make demo   train a small autoencoder with SHF and draw its curves (about two minutes)"
 	@echo "make test   all tests, and the examples in docstrings"
 	@echo "make test-oldest  the quick tests, with every twelfth of their cases, on the oldest supported versions (tests/oldest.txt)"
 	@echo "make test-ecosystem  examples of other packages with GrowingBatchSize (tests/ecosystem; installs 7 GB)"
+	@echo "make gpu-trial  benchmarks/gpu.py on small sizes on the CPU: what a GPU would be asked, in three minutes"
 	@echo "make lint   ruff: rules and format"
 	@echo "make types  mypy"
 	@echo "make docs   the documentation, into site/"
@@ -49,6 +50,9 @@ test-oldest: $(INSTALLED_OLDEST)
 
 test-ecosystem: $(INSTALLED_ECOSYSTEM)
 	OMP_NUM_THREADS=1 $(VENV_ECOSYSTEM)/bin/python -m pytest -W ignore tests/ecosystem
+
+gpu-trial: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/gpu.py --device cpu --short --file $(VENV)/gpu.jsonl
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -483,8 +483,11 @@ def main() -> None:
     if given.part is not None:
         run_part(given.part, torch.device(given.device), given.short, given.file)
         return
+    if given.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("there is no CUDA device here; --device cpu --short tries the script without one")
     given.file.parent.mkdir(parents=True, exist_ok=True)
     given.file.unlink(missing_ok=True)
+    problems = 0
     for part in given.parts:
         command = [sys.executable, __file__, "--part", part, "--device", given.device, "--file", str(given.file)]
         command += ["--short"] if given.short else []
@@ -498,9 +501,11 @@ def main() -> None:
             problem = f"stopped after {limit} s"
         print(f"{part}: {time.perf_counter() - begin:.0f} s{f', {problem}' if problem else ''}", file=sys.stderr)
         if problem:
+            problems += 1
             with given.file.open("a") as results:
                 results.write(json.dumps({"part": part, "case": "the part itself", "problem": problem}) + "\n")
     print_table(given.file)
+    sys.exit(min(problems, 1))
 
 
 if __name__ == "__main__":

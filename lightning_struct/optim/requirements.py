@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 # A warning points at the first caller outside of these.
 _PACKAGES = ("lightning_struct", "torch", "lightning", "pytorch_lightning")
+# Attributes that every module has: its parameters, buffers, modules and hooks.
+_OF_TORCH = frozenset(vars(nn.Module()))
 
 # Remedies: of weights in 16 bits, and of the state of another optimizer.
 LOWER_PRECISION = "for lower precision keep float32 weights and use autocast to bfloat16 (bf16-mixed)"
@@ -90,6 +93,52 @@ def refuse_replaced(replaced: Sequence[str], optimizer: str) -> None:
         raise ValueError(
             f"the parameters of the module are others than when {optimizer} was made: {', '.join(replaced[:3])}. Make "
             f"{optimizer} after what replaces or reparametrises them"
+        )
+
+
+def hidden_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors that require gradients and that a module holds beside its parameters, where no optimizer finds them.
+
+    Those in plain attributes of the module and of all modules below it, in lists, tuples and dicts there, and in the
+    closures of their ``forward``.
+
+    Returns:
+        dict[str, Tensor]: place -> tensor, leaves of the graph.
+    """
+    registered, found = {id(p) for p in module.parameters()}, {}
+
+    def look(place: str, value: Any, depth: int = 3) -> None:
+        if isinstance(value, Tensor):
+            if value.requires_grad and value.is_leaf and id(value) not in registered:
+                found[place] = value
+        elif depth and isinstance(value, Mapping):
+            for key, item in value.items():
+                look(f"{place}[{key!r}]", item, depth - 1)
+        elif depth and isinstance(value, list | tuple):
+            for i, item in enumerate(value):
+                look(f"{place}[{i}]", item, depth - 1)
+
+    for path, layer in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, value in vars(layer).items():
+            if name not in _OF_TORCH:
+                look(prefix + name, value)
+        forward = getattr(layer.forward, "__func__", layer.forward)
+        if code := getattr(forward, "__code__", None):
+            for name, cell in zip(code.co_freevars, forward.__closure__ or (), strict=True):
+                with suppress(ValueError):  # a cell that is empty
+                    look(f"{prefix}forward: {name}", cell.cell_contents)
+    return found
+
+
+def warn_of_hidden(names: Sequence[str], optimizer: str) -> None:
+    """Warn of tensors that a forward uses and that an optimizer does not train, if there are any."""
+    if names:
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        warn(
+            f"{optimizer} does not train {', '.join(names[:4])}{more}: the module uses them, and they are not among "
+            "its parameters. Make them attributes that are nn.Parameter, or keep them in an nn.ParameterList or "
+            "nn.ParameterDict"
         )
 
 

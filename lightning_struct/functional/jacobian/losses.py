@@ -57,6 +57,12 @@ class SquaredError:
                 f"outputs are {tuple(outputs.shape)} but targets {tuple(targets.shape)}: they must be alike"
                 f"{_of_one_output(outputs, targets)}"
             )
+        if not targets.is_floating_point():
+            _refuse_complex(targets)
+            raise TypeError(
+                f"the squared error is of real numbers, and targets are {targets.dtype}: give targets.float(), or "
+                "loss='cross_entropy' if they are labels"
+            )
         return outputs - targets
 
     def sqrt_hessian(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
@@ -144,6 +150,7 @@ class CrossEntropy:
         return share.reshape(*targets.shape, 1)
 
     def _check(self, outputs: Tensor, targets: Tensor) -> None:
+        _refuse_complex(targets)
         expected = outputs.shape if targets.is_floating_point() else outputs.shape[:-1]
         if outputs.ndim < 2 or targets.shape != expected:
             remedy = ""
@@ -213,6 +220,7 @@ class BinaryCrossEntropy:
 
     @staticmethod
     def _check(outputs: Tensor, targets: Tensor) -> None:
+        _refuse_complex(targets)
         if outputs.shape != targets.shape:
             raise ValueError(
                 f"binary cross-entropy needs targets like the logits; got {tuple(outputs.shape)} and "
@@ -239,6 +247,14 @@ def _range(targets: Tensor, values: Tensor, seen_as: int | torch.dtype) -> tuple
     if targets not in _ranges or _ranges[targets][0] != look:
         _ranges[targets] = look, torch.stack(values.aminmax()).tolist()
     return _ranges[targets][1]
+
+
+def _refuse_complex(targets: Tensor) -> None:
+    if targets.is_complex():
+        raise TypeError(
+            f"targets are {targets.dtype}, and losses are of real numbers: give real and imaginary parts as two "
+            "columns, torch.view_as_real(targets)"
+        )
 
 
 def _of_one_output(outputs: Tensor, targets: Tensor) -> str:

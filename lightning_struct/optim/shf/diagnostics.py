@@ -16,10 +16,18 @@ from lightning_struct.functional.jacobian.losses import (
     derivative_error,
     transpose_error,
 )
+from lightning_struct.functional.layers.calls import tensors_in
 from lightning_struct.functional.randomness import isolated_host_generators, restored_random_state
 from lightning_struct.functional.torch_tools import call_with
 from lightning_struct.functional.vectors import inner
-from lightning_struct.optim.requirements import LOWER_PRECISION, refuse_distributed_tensors, refuse_lazy, warn
+from lightning_struct.optim.requirements import (
+    LOWER_PRECISION,
+    hidden_parameters,
+    refuse_distributed_tensors,
+    refuse_lazy,
+    warn,
+    warn_of_hidden,
+)
 
 if TYPE_CHECKING:
     from lightning_struct.optim.shf.outputs.batch_model import BatchModel
@@ -104,6 +112,7 @@ class Diagnostics:
             gradient: name -> the gradient of a batch in them.
             args: of the module.
         """
+        self._check_hidden(weights, args)
         suspects = [name for name, part in gradient.items() if not part.any()]
         if not suspects:
             return
@@ -128,6 +137,20 @@ class Diagnostics:
                 "layers are called with gradients turned off. For activation checkpointing take checkpoint(..., "
                 "use_reentrant=False); freeze layers that are not to be trained by requires_grad_(False)"
             )
+
+    def _check_hidden(self, weights: Mapping[str, Tensor], args: Any) -> None:
+        """Warn of tensors that the forward uses and that are not among the parameters of the module."""
+        hidden = hidden_parameters(self._module)
+        if not hidden:
+            return
+        with torch.enable_grad(), isolated_host_generators():
+            outputs = [t for t in tensors_in(call_with(self._module, dict(weights), args)) if t.requires_grad]
+            gradients = (
+                torch.autograd.grad([t.sum() for t in outputs], list(hidden.values()), allow_unused=True)
+                if outputs
+                else [None] * len(hidden)
+            )
+        warn_of_hidden([name for name, g in zip(hidden, gradients, strict=True) if g is not None], "SHF")
 
 
 def change_by_repetition(model: BatchModel) -> float:
@@ -168,14 +191,14 @@ def check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> No
             "train, or unfreeze the weights by requires_grad_()"
         )
     sparse = [
-        name
+        name or type(part).__name__
         for name, part in module.named_modules()
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad
     ]
     if sparse:
         raise ValueError(
-            f"SHF needs dense gradients, and {', '.join(sparse)} have sparse ones: make them with sparse=False, or "
-            "freeze them"
+            f"SHF needs dense gradients, and those of {', '.join(sparse)} are sparse: make it with sparse=False, or "
+            "freeze it"
         )
     refuse_distributed_tensors(named, "the factors and the Jacobian products need")
     if numbers := [name for name, p in named.items() if p.is_complex()]:

@@ -142,19 +142,36 @@ class Samples:
             first = replace(self, args=self._rows_of_args(begin), targets=self.targets[begin], counts=counts)
         return first, replace(self, args=self._rows_of_args(end), targets=self.targets[end], counts=others)
 
-    def hold_out(self, share: float) -> tuple[Samples, Samples]:
-        """The samples that the model is made of, and those held out: the last ``share`` of each process.
+    def first(self, number: int, option: str) -> tuple[Samples, Samples]:
+        """The first samples of the batch of all processes, and the others; ``option`` asked for that.
 
         Raises:
-            ValueError: the batch is too small for a share above 0.
+            ValueError: a process would be left without samples.
         """
-        kept, held_out = self.split(tuple(count - int(share * count) for count in self.counts))
-        if share > 0 and held_out.total == 0:
+        counts, left = [], number
+        for r, count in enumerate(self.counts):
+            counts.append(min(count, left))
+            left -= counts[-1]
+            if not counts[-1]:
+                raise ValueError(
+                    f"{option} leaves {number} of {self.total} samples, the first ones, and none on process {r}, which "
+                    f"has the samples from {sum(self.counts[:r])} on: choose a share that leaves each process some"
+                )
+        return self.split(tuple(counts))
+
+    def hold_out(self, share: float) -> tuple[Samples, Samples]:
+        """The samples that the model is made of, and those held out: the last ``share`` of the batch of all processes.
+
+        Raises:
+            ValueError: the batch is too small for a share above 0, or a process would be left without samples.
+        """
+        number = int(share * self.total)
+        if share > 0 and number == 0:
             raise ValueError(
                 f"held_out={share} of a batch of {self.total} leaves no sample to measure the reduction ratio on: "
                 "enlarge the batch or the share"
             )
-        return kept, held_out
+        return self.first(self.total - number, f"held_out={share}")
 
     def chunks(self, size: int | None) -> Iterator[tuple[tuple[Any, ...], Tensor, slice]]:
         """Arguments, targets and rows of this process's samples, ``size`` at a time, or all at once for None."""

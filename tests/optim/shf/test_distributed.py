@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 WORLD = 2
 SIZES = ((5, 7), (9, 3), (8, 7), (1, 14), (6, 12))  # of the two shares in five steps; the sum grows
-DIVISIBLE = ((4, 8), (8, 4), (4, 12), (8, 12), (4, 20))
+EVENER = ((5, 7), (7, 5), (8, 9), (8, 12), (4, 20))
 
 
 def network() -> nn.Module:
@@ -65,7 +65,6 @@ class Scenario:
     dtype: torch.dtype = torch.float64
     validation: tuple[int, int] | None = None  # sizes of the two shares
     sizes: tuple[tuple[int, int], ...] = SIZES
-    apart: float = 0.0  # share of each process's samples, its last ones, that one process has at the end of its batch
 
 
 SCENARIOS = {
@@ -95,10 +94,8 @@ SCENARIOS = {
     "kronecker_parameter": Scenario(
         {"preconditioner": "kronecker", "solver": LSMR(maxiter=8), "backend": "double_backward"}, build=offset
     ),
-    "held_out": Scenario({"held_out": 0.25, "solver": LSMR(maxiter=10)}, sizes=DIVISIBLE, apart=0.25),
-    "curvature_share": Scenario(
-        {"preconditioner": "kronecker", "solver": CG(curvature_share=0.5)}, sizes=DIVISIBLE, apart=0.5
-    ),
+    "held_out": Scenario({"held_out": 0.25, "solver": LSMR(maxiter=10)}, sizes=EVENER),
+    "curvature_share": Scenario({"preconditioner": "kronecker", "solver": CG(curvature_share=0.8)}, sizes=EVENER),
     "two_arguments": Scenario({"damping": None}, loss="cross_entropy"),
     "two_arguments_parameter": Scenario({"damping": None}, build=offset),
     "float32": Scenario({"solver": LSMR(maxiter=10)}, dtype=torch.float32),
@@ -112,15 +109,9 @@ def draw(n: int, seed: int, scenario: Scenario) -> tuple[Tensor, Tensor]:
     return inputs.to(scenario.dtype), targets
 
 
-def share(
-    data: tuple[Tensor, Tensor], sizes: tuple[int, int], rank: int | None, apart: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """The rows of a process; all of them where ``rank`` is None, those that are apart in each process last."""
-    if rank is None:
-        last = [i >= (1 - apart) * size for size in sizes for i in range(size)]
-        order = torch.tensor(last).to(torch.uint8).argsort(stable=True)
-        return data[0][order], data[1][order]
-    rows = slice(0, sizes[0]) if rank == 0 else slice(sizes[0], None)
+def share(data: tuple[Tensor, Tensor], sizes: tuple[int, int], rank: int | None) -> tuple[Tensor, Tensor]:
+    """The rows of a process; all of them where ``rank`` is None."""
+    rows = slice(None) if rank is None else slice(0, sizes[0]) if rank == 0 else slice(sizes[0], None)
     return data[0][rows], data[1][rows]
 
 
@@ -138,7 +129,7 @@ def train(scenario: Scenario, rank: int | None) -> list[dict[str, Any]]:
         optimizer.set_validation([share(data, scenario.validation, rank)])
     steps = []
     for i, sizes in enumerate(scenario.sizes):
-        inputs, targets = share(draw(sum(sizes), 100 + 10 * i, scenario), sizes, rank, scenario.apart)
+        inputs, targets = share(draw(sum(sizes), 100 + 10 * i, scenario), sizes, rank)
         report = asdict(optimizer.step(inputs=inputs, targets=targets))
         del report["seconds"]
         steps.append({"weights": flat(trainable(module)).clone(), "report": report, "damping": optimizer.damping})
@@ -170,6 +161,16 @@ def count_collectives(rank: int, maxiter: int, preconditioner: str = "diagonal")
             setattr(dist, name, original)
     assert report.solver_iterations == maxiter
     return sizes
+
+
+def refused(rank: int) -> str:
+    """The message of a step that holds out the samples of rank 1, and more."""
+    scenario = Scenario({"held_out": 0.6})
+    _, optimizer = make(scenario)
+    inputs, targets = share(draw(12, 100, scenario), (5, 7), rank)
+    with pytest.raises(ValueError) as error:
+        optimizer.step(inputs=inputs, targets=targets)
+    return str(error.value)
 
 
 def fail(rank: int, spoil: Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]) -> dict[str, Any]:
@@ -230,6 +231,7 @@ def work(rank: int) -> dict[str, Any]:
         "steps": {name: train(scenario, rank) for name, scenario in SCENARIOS.items()},
         "collectives": {maxiter: count_collectives(rank, maxiter) for maxiter in (4, 5, 7)},
         "collectives_of_factors": count_collectives(rank, 5, "kronecker"),
+        "refused": refused(rank),
         "faults": {name: fail(rank, spoil) for name, spoil in FAULTS.items()},
     }
 
@@ -343,3 +345,8 @@ def test_a_fault_on_one_process_is_an_error_on_both_that_changes_nothing(
         outcome = process["faults"][fault]
         assert message in outcome["message"]
         assert outcome["unchanged"] and outcome["goes_on"]
+
+
+def test_a_share_that_leaves_a_process_without_samples_is_refused_on_all(processes: list[dict[str, Any]]) -> None:
+    for process in processes:
+        assert "held_out=0.6 leaves 5 of 12 samples, the first ones, and none on process 1" in process["refused"]

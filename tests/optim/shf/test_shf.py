@@ -1406,6 +1406,57 @@ def test_nan_in_an_input_that_is_a_dict_is_named() -> None:
         SHF(Reading(), "mse").step(inputs={"first": torch.full((3, 4), math.nan)}, targets=torch.zeros(3, 2))
 
 
+@pytest.mark.parametrize(
+    ("loss", "targets", "message"),
+    [
+        ("mse", torch.ones(12, 2, dtype=torch.complex64), "targets are torch.complex64"),
+        ("mse", torch.ones(12, 2, dtype=torch.int64), r"targets are torch.int64: give targets.float\(\)"),
+        ("mse", torch.ones(12, 2, dtype=torch.bool), "targets are torch.bool"),
+        ("cross_entropy", torch.ones(12, dtype=torch.complex64), "targets are torch.complex64"),
+        ("binary_cross_entropy", torch.ones(12, 2, dtype=torch.complex64), "targets are torch.complex64"),
+    ],
+)
+def test_targets_that_are_no_real_numbers_are_refused(loss: str, targets: Tensor, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        take(SHF(network(), loss), (batch()[0], targets))
+
+
+def test_complex_outputs_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 2), ToComplex()).double()
+    with pytest.raises(TypeError, match="the module returned torch.complex128"):
+        take(SHF(module, "mse"), batch())
+
+
+class ToComplex(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(x, x)
+
+
+class Hiding(nn.Module):
+    """Uses tensors that are not among its parameters, and has one more that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+        self.scales, self.shifts = [nn.Parameter(torch.ones(2).double())], {"a": nn.Parameter(torch.ones(2).double())}
+        self.unused = [nn.Parameter(torch.ones(2))]
+        object.__setattr__(self, "offset", torch.zeros(2, dtype=torch.float64, requires_grad=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.scales[0] + self.shifts["a"] + self.offset
+
+
+@pytest.mark.parametrize("loss", ["mse", "least_squares"])
+def test_parameters_that_nobody_trains_are_named_once(loss: str) -> None:
+    optimizer = SHF(Hiding(), loss)
+    data = {"inputs": batch()[0]} | ({"targets": batch()[1]} if loss == "mse" else {})
+    with pytest.warns(UserWarning, match=r"SHF does not train scales\[0\], shifts\[.a.\], offset:"):
+        optimizer.step(**data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step(**data)
+
+
 def test_an_empty_batch_is_an_error() -> None:
     with pytest.raises(ValueError, match="batch is empty"):
         take(SHF(network(), "mse", damping=1.0), batch(0))
@@ -1559,7 +1610,7 @@ def test_a_loss_that_cannot_take_its_place_is_refused_at_once(first: str, second
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_sparse_gradients_are_refused(kind: type[nn.Module]) -> None:
     module = nn.Sequential(kind(5, 4, sparse=True), nn.Linear(4, 2))
-    with pytest.raises(ValueError, match=r"dense gradients, and 0 have sparse ones: .*sparse=False"):
+    with pytest.raises(ValueError, match=r"dense gradients, and those of 0 are sparse: .*sparse=False"):
         SHF(module, "mse")
     module[0].weight.requires_grad_(False)
     SHF(module, "mse")

@@ -50,7 +50,7 @@ class BatchModel:
         inputs: this process's samples, a tensor or a tuple of tensors.
         targets: row i belongs to sample i.
         settings: ``l2``, ``backend``, ``chunk_size``, ``held_out``, and the solver's ``curvature_share``: the share of
-            the samples of each process that are not held out, its first ones, whose rows A has; f and ∇f are of all.
+            the samples that are not held out, the first ones, whose rows A has; f and ∇f are of all.
         layers: whether layers are asked for the gradients of single samples, for their variance.
         single_samples: whether to form these gradients if layers do not show them. Else the variance is estimated from
             the two halves of the batch, for one product more.
@@ -113,7 +113,7 @@ class BatchModel:
         self._measure(batch.not_finite, change, per_sample=coupling_layer(module) is None)
         share = settings.solver.curvature_share if isinstance(settings.solver, CG) else 1.0
         if share < 1.0:
-            self._linearize(batch.split(tuple(math.ceil(share * count) for count in batch.counts))[0])
+            self._linearize(batch.first(math.ceil(share * batch.total), f"curvature_share={share}")[0])
         self.right_hand_side = -self._residual
 
     block_losses: Mapping[str, float] = {}
@@ -143,6 +143,11 @@ class BatchModel:
                 *samples.args,
                 backend=self.settings.backend,
                 chunk_size=self.settings.chunk_size,
+            )
+        if self.linearization.outputs.is_complex():
+            raise TypeError(
+                f"the module returned {self.linearization.outputs.dtype}, and losses are of real numbers: return real "
+                "and imaginary parts as two columns, torch.view_as_real(outputs)"
             )
         self.outputs = self.linearization.outputs.to(self._dtype)
         self._residual = self.loss.residual(self.outputs, self.targets)

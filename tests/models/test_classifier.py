@@ -48,41 +48,20 @@ def test_fully_connected_has_relus_between_its_layers():
     assert torch.equal(network(images), expected)
 
 
-def test_default_network_is_that_of_the_paper_for_mnist():
-    assert [tuple(p.shape) for p in fully_connected().parameters()] == [(512, 784), (512,), (10, 512), (10,)]
-
-
-@pytest.mark.parametrize("sizes", [[784], [784, 0, 10], []])
-def test_sizes_that_make_no_network_are_refused(sizes):
-    with pytest.raises(MisconfigurationException, match="layer_sizes must name the pixels, the classes"):
-        fully_connected(sizes)
-
-
 def test_mini_vgg_has_the_first_five_convolutions_of_vgg_16():
     with torch.device("meta"):
         network = mini_vgg()
-    layers = [tuple(layer.weight.shape) for layer in network if hasattr(layer, "weight")]
-    assert layers == [
-        (64, 3, 3, 3),
-        (64, 64, 3, 3),
-        (128, 64, 3, 3),
-        (128, 128, 3, 3),
-        (256, 128, 3, 3),
-        (1024, 4096),
-        (10, 1024),
-    ]
+    weights = [tuple(layer.weight.shape) for layer in network if hasattr(layer, "weight")]
+    pairs = ((64, 3), (64, 64), (128, 64), (128, 128), (256, 128))
+    assert weights == [*((*pair, 3, 3) for pair in pairs), (1024, 4096), (10, 1024)]
+    assert sum(parameter.numel() for parameter in network.parameters()) == 4_760_906
+    assert [tuple(p.shape) for p in fully_connected().parameters()] == [(512, 784), (512,), (10, 512), (10,)]
 
 
 @pytest.mark.parametrize(("image_size", "num_classes"), [(32, 10), (16, 7)])
 def test_narrow_mini_vgg_makes_logits_of_images(image_size, num_classes):
     network = mini_vgg(channels=2, hidden=5, num_classes=num_classes, image_size=image_size)
     assert network(torch.randn(3, 3, image_size, image_size)).shape == (3, num_classes)
-
-
-@pytest.mark.parametrize("sizes", [{"image_size": 28}, {"channels": 0}, {"hidden": 0}, {"num_classes": -1}])
-def test_sizes_that_make_no_mini_vgg_are_refused(sizes):
-    with pytest.raises(MisconfigurationException, match="mini_vgg needs positive sizes and an image_size"):
-        mini_vgg(**sizes)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -93,20 +72,16 @@ def test_training_loss_is_an_average_over_samples(samples, loss):
     assert torch.allclose(model.training_step((inputs, labels), 0), expected_loss(model(inputs), labels, loss))
 
 
+@pytest.mark.parametrize(("evaluate", "stage"), [("validate", "val"), ("test", "test")])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_logged_loss_is_an_average_over_samples_though_the_last_batch_is_smaller(tmp_path, samples, loss):
+def test_logged_are_averages_over_samples_though_the_last_batch_is_smaller(tmp_path, samples, loss, evaluate, stage):
     model, run = small_classifier(loss=loss), trainer(tmp_path)
-    run.test(model, DataLoader(samples, batch_size=20), verbose=False)
-    expected = expected_loss(model(samples.tensors[0]), samples.tensors[1], loss).item()
-    assert run.callback_metrics["test_loss"].item() == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(("evaluate", "name"), [("validate", "val_accuracy"), ("test", "test_accuracy")])
-def test_accuracy_is_the_share_of_recognised_samples(tmp_path, samples, evaluate, name):
-    model, run = small_classifier(), trainer(tmp_path)
     getattr(run, evaluate)(model, DataLoader(samples, batch_size=20), verbose=False)
-    recognised = (model(samples.tensors[0]).argmax(1) == samples.tensors[1]).float().mean().item()
-    assert 0 < recognised < 1 and run.callback_metrics[name].item() == pytest.approx(recognised)
+    outputs, labels = model(samples.tensors[0]), samples.tensors[1]
+    recognised = (outputs.argmax(1) == labels).float().mean().item()
+    logged = {name: value.item() for name, value in run.callback_metrics.items()}
+    expected = {f"{stage}_loss": expected_loss(outputs, labels, loss).item(), f"{stage}_accuracy": recognised}
+    assert 0 < recognised < 1 and logged == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -117,17 +92,15 @@ def test_any_optimizer_trains_it(tmp_path, samples, loss):
     assert run.callback_metrics["val_accuracy"].item() == 1
 
 
-def test_scheduler_changes_the_learning_rate_after_each_epoch(tmp_path, samples):
+@pytest.mark.parametrize(
+    ("kind", "rate", "options"),
+    [(Classifier, 0.8, {"optimizer": partial(torch.optim.SGD, lr=0.8)}), (RLSClassifier, 1.0, {})],
+)
+def test_scheduler_changes_the_learning_rate_after_each_epoch(tmp_path, samples, kind, rate, options):
     halve = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    model = small_classifier(optimizer=partial(torch.optim.SGD, lr=0.8), lr_scheduler=halve)
     run = trainer(tmp_path, max_epochs=2)
-    run.fit(model, DataLoader(samples, batch_size=10))
-    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.2)
-
-
-def test_targets_of_the_cross_entropy_are_the_labels(samples):
-    inputs, targets = small_classifier().inputs_and_targets(list(samples.tensors))
-    assert inputs is samples.tensors[0] and targets is samples.tensors[1]
+    run.fit(small_classifier(kind, lr_scheduler=halve, **options), DataLoader(samples, batch_size=10))
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(rate / 4)
 
 
 def test_targets_of_the_squared_error_are_one_hot_in_the_dtype_of_the_weights(samples):
@@ -175,22 +148,23 @@ def test_training_that_diverges_is_an_error(tmp_path, samples):
         trainer(tmp_path).fit(model, DataLoader(samples, batch_size=10))
 
 
-def test_network_of_another_number_of_classes_is_refused(samples):
-    model = Classifier(fully_connected([4, 5]), num_classes=3)
-    with pytest.raises(MisconfigurationException, match=r"makes \(30, 5\) of 30 samples, but num_classes=3"):
-        model(samples.tensors[0])
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("call", "message"),
     [
-        ({"num_classes": 1}, "num_classes must be at least 2, but is 1"),
-        ({"loss": "hinge"}, "loss must be 'cross_entropy' or 'mse', but is 'hinge'"),
+        *((partial(fully_connected, sizes), "layer_sizes must name the pixels, the") for sizes in ([784], [784, 0, 1])),
+        (partial(mini_vgg, image_size=28), "mini_vgg needs positive sizes and an image_size"),
+        (partial(mini_vgg, channels=0), "mini_vgg needs positive sizes and an image_size"),
+        (partial(Classifier, nn.Identity(), num_classes=1), "num_classes must be at least 2, but is 1"),
+        (partial(Classifier, nn.Identity(), loss="hinge"), "loss must be 'cross_entropy' or 'mse', but is 'hinge'"),
+        (
+            partial(Classifier(nn.Linear(4, 5), 3), torch.ones(30, 4)),
+            r"makes \(30, 5\) of 30 samples, but num_classes=3",
+        ),
     ],
 )
-def test_wrong_arguments_are_named(arguments, message):
+def test_wrong_arguments_are_named(call, message):
     with pytest.raises(MisconfigurationException, match=message):
-        Classifier(fully_connected([4, 3]), **arguments)
+        call()
 
 
 @pytest.mark.filterwarnings("error:Attribute 'network'")
@@ -240,14 +214,6 @@ def test_rls_trains_all_layers_by_the_squared_error_of_the_paper(tmp_path, sampl
         optimizer.step()
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
     assert all(torch.allclose(trained, expected, rtol=0, atol=1e-12) for trained, expected in pairs)
-
-
-def test_scheduler_of_rls_is_stepped_after_each_epoch(tmp_path, samples):
-    halve = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    model = small_classifier(RLSClassifier, lr_scheduler=halve)
-    run = trainer(tmp_path, max_epochs=2)
-    run.fit(model, DataLoader(samples, batch_size=10))
-    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.25)
 
 
 def test_rls_that_diverges_names_batch_and_layer(tmp_path, samples):

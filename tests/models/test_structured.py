@@ -29,15 +29,7 @@ def fully_connected_parameters(network):
 
 @pytest.mark.parametrize(
     ("pixels", "classes", "hidden", "count"),
-    [
-        (784, 10, None, 622_506),
-        (1024, 10, None, 1_058_826),
-        (1024, 6, None, 1_054_726),
-        *(
-            (784, 10, *row)
-            for row in ((14, 11_126), (16, 12_714), (20, 15_890), (28, 22_242), (36, 28_594), (44, 34_946))
-        ),
-    ],
+    [(784, 10, None, 622_506), (1024, 6, None, 1_054_726), (784, 10, 14, 11_126), (784, 10, 44, 34_946)],
 )
 def test_single_hidden_layer_counts_are_those_of_tables_1_and_8(pixels, classes, hidden, count):
     assert parameters(single_hidden_layer(pixels, classes, hidden=hidden)) == count
@@ -45,16 +37,10 @@ def test_single_hidden_layer_counts_are_those_of_tables_1_and_8(pixels, classes,
 
 @pytest.mark.parametrize(
     ("hidden", "count"),
-    [(15, 11_935), (17, 13_525), (21, 16_705), (29, 23_065), (37, 29_425), (45, 35_785)],
+    [(15, 11_935), (45, 35_785)],
 )
 def test_lenet_counts_are_those_of_table_9(hidden, count):
     assert fully_connected_parameters(lenet(hidden=hidden)) == count
-
-
-@pytest.mark.parametrize(("size", "features"), [(28, 784), (32, 1024)])
-def test_fully_connected_layer_of_lenet_is_square(size, features):
-    hidden = lenet(size=size).hidden
-    assert (hidden.in_features, hidden.out_features) == (features, features)
 
 
 @pytest.mark.parametrize(
@@ -93,13 +79,11 @@ def test_network_makes_logits_and_all_of_it_is_trained(name):
     assert outputs.shape == (7, 3) and all(parameter.grad.any() for parameter in network.parameters())
 
 
-def test_hidden_layer_is_made_by_the_factory():
+def test_hidden_layers_are_made_by_their_factories():
     network = single_hidden_layer(20, 3, partial(LowRank, rank=2, bias=False), hidden=8)
     assert isinstance(network.hidden, LowRank) and network.hidden.to_dense().shape == (8, 20)
-
-
-def test_hidden_layer_of_the_paper_has_no_bias_and_that_of_lenet_has_one():
     assert single_hidden_layer(20, 3).hidden.bias is None and lenet(8).hidden.bias is not None
+    assert [lenet(size=size).hidden.weight.shape for size in (28, 32)] == [(784, 784), (1024, 1024)]
 
 
 def test_units_of_the_hidden_layers_are_rectified():

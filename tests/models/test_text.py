@@ -1,6 +1,5 @@
 from functools import partial
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -8,6 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_struct.models import Classifier, RecurrentNetwork, RLSClassifier
 from lightning_struct.optim import RLS
+from tests.models.test_classifier import trainer
 
 TEXTS = [[5, 3, 8, 2], [4], [2, 2, 7]]
 
@@ -54,29 +54,10 @@ def test_default_network_is_that_of_the_paper():
 def test_sizes_that_make_no_network_are_refused(name):
     with pytest.raises(MisconfigurationException, match=f"{name} must be at least 1, but is 0"):
         RecurrentNetwork(**{name: 0})
-
-
-def test_unknown_cell_is_refused():
     with pytest.raises(MisconfigurationException, match="cell must be 'lstm' or 'rnn', but is 'gru'"):
         RecurrentNetwork(cell="gru")
-
-
-def test_words_of_a_larger_vocabulary_are_refused():
     with pytest.raises(MisconfigurationException, match="Word 9 is not among the vocabulary_size=9"):
         small_network()(torch.tensor([[3, 9]]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_targets_of_the_squared_error_are_one_hot_in_the_dtype_of_the_weights(dtype):
-    model = Classifier(small_network(), num_classes=2, loss="mse").to(dtype)
-    words, targets = model.inputs_and_targets((padded(TEXTS), torch.tensor([1, 0, 1])))
-    assert torch.equal(targets, torch.tensor([[0, 1], [1, 0], [0, 1]], dtype=dtype)) and targets.dtype == dtype
-    assert torch.equal(words, padded(TEXTS))
-
-
-def test_targets_of_the_cross_entropy_are_the_labels():
-    labels = torch.tensor([1, 0, 1])
-    assert Classifier(small_network(), num_classes=2).inputs_and_targets((padded(TEXTS), labels))[1] is labels
 
 
 ADAM = partial(torch.optim.Adam, lr=0.02)
@@ -91,14 +72,6 @@ WAYS = [
 @pytest.mark.parametrize(("model_class", "loss", "optimizer"), WAYS)
 def test_texts_are_recognised_after_training(tmp_path, samples, model_class, loss, optimizer):
     model = model_class(small_network(), num_classes=2, loss=loss, optimizer=optimizer)
-    run = L.Trainer(
-        max_epochs=10,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    run = trainer(tmp_path, max_epochs=10)
     run.fit(model, DataLoader(samples, batch_size=10), DataLoader(samples, batch_size=40))
     assert run.callback_metrics["val_accuracy"].item() >= 0.95

@@ -22,24 +22,10 @@ from lightning_struct.nn import (
     merge_adapters,
     replace_linear,
 )
-from tests.nn.layers import FACTORIES, NAMES
+from tests.nn.layers import FACTORIES, NAMES, Conv1D
 from tests.processes import in_two_processes
 
 FACTORY = partial(LDRSubdiagonal, rank=2)
-
-
-class Conv1D(nn.Module):
-    """As in transformers.pytorch_utils."""
-
-    def __init__(self, nf, nx):
-        super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.randn(nx, nf))
-        self.bias = nn.Parameter(torch.randn(nf))
-
-    def forward(self, x):
-        size_out = x.size()[:-1] + (self.nf,)
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
 
 
 class Attention(nn.Module):

@@ -13,7 +13,6 @@ from lightning_struct.nn import (
     BlockStructured,
     ChannelLinear,
     Circulant,
-    LDRSubdiagonal,
     LowRank,
     Monarch,
     PatchLinear,
@@ -31,6 +30,7 @@ from lightning_struct.nn import (
 from lightning_struct.nn.candidates import Option, least_increase
 from lightning_struct.nn.channels import as_matrix, in_place_of
 from lightning_struct.nn.compress import default_candidates
+from tests.nn.layers import CLASSES, dense_matrix, make
 
 
 def low_rank_network():
@@ -214,74 +214,44 @@ def test_the_candidates_are_ranks_to_a_64th_and_monarch_matrices_of_2_to_16_bloc
     assert (ranks[0], ranks[-1], blocks) == (2, 64, [2, 4, 8, 16])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"budget": 0}, "budget must be positive"),
-        ({"budget": True}, "budget must be positive and finite.*but is True"),
-        ({"budget": float("inf")}, "budget must be positive and finite"),
-        ({"budget": 0.5, "loss": lambda model, batch: model(batch[0])}, r"loss returns a tensor \(16, 3\) for a batch"),
-        ({}, "needs one goal, but neither is given"),
-        ({"budget": 0.5, "max_loss_increase": 0.1}, "needs one goal, but both are given"),
-        ({"max_loss_increase": -0.1}, "max_loss_increase must be a number that is not negative"),
-        ({"budget": 0.5, "loss": lambda model, batch: torch.tensor(torch.nan)}, "is not finite"),
-        ({"budget": 100}, "allows 100 parameters, but .* smallest model has 174 of 1,275"),
-        ({"budget": 0.5, "include": "head"}, "include names 'head', which is not in Sequential"),
-        ({"budget": 0.5, "include": "1"}, "compress finds no layer"),
-        (
-            {"budget": 0.5, "candidates": lambda linear: [partial(LowRank.from_linear, rank=99)]},
-            "0: rank must be at most",
-        ),
-    ],
-)
-def test_errors_say_what_is_wrong_and_leave_the_model_as_it_was(options, message):
-    model = low_rank_network()
-    with pytest.raises(ValueError, match=message):
-        compress(model, batches(), **options)
-    assert not any(isinstance(module, StructuredLinear) for module in model.modules())
+ZERO, ADVICE = nn.Linear(8, 8), "give loss="
+with torch.no_grad():
+    ZERO.weight.zero_()
+    ZERO.bias.zero_()
+WRONG = {
+    "budget must be positive": {"budget": 0},
+    "budget must be positive and finite.*but is True": {"budget": True},
+    "budget must be positive and finite.*but is inf": {"budget": float("inf")},
+    "compress needs one goal, but neither is given": {"budget": None},
+    "compress needs one goal, but both are given": {"max_loss_increase": 0.1},
+    "max_loss_increase must be a number that is not negative": {"budget": None, "max_loss_increase": -0.1},
+    "compress measures losses on data, but data has no batches": {"data": []},
+    r"loss returns a tensor \(16, 3\) for a batch": {"loss": lambda model, batch: model(batch[0])},
+    "loss returns None for a batch: make it one number": {"loss": lambda model, batch: None},
+    r"loss returns \{'loss'.*\} for a batch: make it": {"loss": lambda model, batch: {"loss": torch.zeros(())}},
+    "the loss of the model on data is not finite": {"loss": lambda model, batch: torch.tensor(torch.nan)},
+    "budget=100 allows 100 parameters, but .* smallest model has 174 of 1,275": {"budget": 100},
+    "include names 'head', which is not in Sequential": {"include": "head"},
+    "compress finds no layer": {"include": "1"},
+    "0: rank must be at most": {"candidates": lambda linear: [partial(LowRank.from_linear, rank=99)]},
+    "candidates must be a function .*, but is \\[": {"candidates": [LowRank]},
+    "compress finds .* is not structured already": {"model": nn.Sequential(LowRank(24, 24))},
+    f"a batch is a dict, .*: {ADVICE}": {"model": nn.Linear(4, 4), "data": [{"x": torch.zeros(2, 4)}]},
+    f"Trans.* the inputs alone .*'memory'.: {ADVICE}": {"model": nn.TransformerDecoderLayer(24, 2)},
+    "the outputs of Sequential are no tensor, but a tuple": {"model": nn.Sequential(nn.Linear(24, 4), nn.LSTM(4, 4))},
+    "the outputs of Linear for a batch are zero, .*train the": {"model": ZERO, "data": torch.ones(5, 8)},
+    "the outputs of Linear for a batch are empty, .*train": {"model": ZERO, "data": torch.ones(0, 8)},
+    "parameter 'weight' .* on the meta .* Load the .*; or take repl": {"model": nn.Linear(8, 2, device="meta")},
+}
 
 
-@pytest.mark.parametrize(
-    ("model", "batch", "message"),
-    [
-        (nn.Linear(4, 4), {"x": torch.zeros(2, 4)}, "a batch is a dict, .*: give loss="),
-        (nn.TransformerDecoderLayer(4, 2), torch.zeros(2, 1, 4), r"the inputs alone \(.*'memory'\): give loss="),
-        (
-            nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4)),
-            torch.zeros(2, 4),
-            "outputs of Sequential are no tensor, but a tuple",
-        ),
-    ],
-)
-def test_without_a_loss_inputs_and_outputs_must_be_tensors(model, batch, message):
-    with pytest.raises(TypeError, match=message):
-        compress(model, [batch], budget=0.5)
-
-
-@pytest.mark.parametrize(("rows", "what"), [(5, "zero"), (0, "empty")])
-def test_without_a_loss_outputs_must_not_be_zero(rows, what):
-    model = nn.Linear(8, 8)
-    nn.init.zeros_(model.weight)
-    nn.init.zeros_(model.bias)
-    with pytest.raises(ValueError, match=f"^the outputs of Linear for a batch are {what}, .*train the model first"):
-        compress(model, torch.randn(rows, 8), budget=0.5)
-
-
-@pytest.mark.parametrize(("returned", "named"), [(None, "None"), ({"loss": torch.zeros(())}, r"\{'loss'.*\}")])
-def test_what_a_loss_returns_in_place_of_a_number_is_named(returned, named):
-    with pytest.raises(TypeError, match=f"^loss returns {named} for a batch: make it one number"):
-        compress(low_rank_network(), batches(), budget=0.5, loss=lambda model, batch: returned)
-
-
-def test_candidates_that_are_no_function_are_named():
-    with pytest.raises(TypeError, match="^candidates must be a function .*, but is \\["):
-        compress(low_rank_network(), batches(), budget=0.5, candidates=[LowRank])
-
-
-def test_compressed_layers_are_not_compressed_again():
-    model = compress(nn.Sequential(nn.Linear(24, 24)), batches(), budget=0.5)
-    with pytest.raises(ValueError, match="not structured already"):
-        compress(model, batches(), budget=0.5)
+@pytest.mark.parametrize("message", WRONG)
+def test_errors_say_what_is_wrong_and_leave_the_model_as_it_was(message):
+    arguments = {"model": low_rank_network(), "data": batches(), "budget": 0.5} | WRONG[message]
+    before = [type(module) for module in arguments["model"].modules()]
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        compress(**arguments)
+    assert [type(module) for module in arguments["model"].modules()] == before
 
 
 def test_compiled_model_is_measured_as_it_is_and_compiled_again_once():
@@ -305,18 +275,6 @@ def test_a_tensor_is_one_batch():
     first, second = (compress(low_rank_network(), data, budget=0.5) for data in (inputs, [inputs]))
     assert layer_structure(first) == layer_structure(second)
     torch.testing.assert_close(first(inputs), second(inputs), rtol=0, atol=0)
-
-
-def test_weights_without_values_are_refused_with_the_remedies():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2, device="meta"))
-    message = r"'1.weight' of Sequential is on the meta device, .* Load the weights first .*; or take replace_linear"
-    with pytest.raises(ValueError, match=message):
-        compress(model, torch.randn(4, 8), budget=0.5)
-
-
-def test_no_data_is_an_error():
-    with pytest.raises(ValueError, match="data has no batches"):
-        compress(low_rank_network(), [], budget=0.5)
 
 
 def test_samples_without_a_batch_are_measured_on():
@@ -344,6 +302,18 @@ def test_matrix_in_place_of_a_convolution_computes_the_same(convolution, shape, 
     expected = convolution(x)
     for module in (new, freeze(new), freeze(new, dense=True)):
         torch.testing.assert_close(module(x), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_filters_of_any_class_are_the_rows_of_its_matrix(name):
+    convolution, image = nn.Conv2d(3, 8, 3, stride=2, padding=1).double(), torch.randn(2, 3, 7, 8, dtype=torch.float64)
+    layer = in_place_of(convolution, make(name, 27, 8))
+    filters = dense_matrix(layer.linear).view(8, 3, 3, 3)
+    expected = nn.functional.conv2d(image, filters, layer.bias, stride=2, padding=1)
+    for module in (layer, freeze(layer), freeze(layer, dense=True)):
+        torch.testing.assert_close(module(image), expected, rtol=1e-9, atol=1e-9)
+    single = freeze(layer.float())(image.float())
+    torch.testing.assert_close(single.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 class ConvolutionsAndAttention(nn.Module):
@@ -393,15 +363,6 @@ def test_filters_can_be_read_from_what_stands_in_place_of_a_convolution(kernel, 
     assert layer.weight.shape == (6, 8, kernel, kernel)
     for module in layer, freeze(layer):
         torch.testing.assert_close(module(image), nn.functional.conv2d(image, module.weight, module.bias, stride=2))
-
-
-def test_frozen_filters_with_spectra_in_double_precision_take_images_in_single_precision():
-    torch.manual_seed(0)
-    convolution = nn.Conv2d(6, 8, 3)
-    layer = in_place_of(convolution, LDRSubdiagonal.from_linear(as_matrix(convolution), refine=0))
-    frozen, image = freeze(layer), torch.randn(2, 6, 9, 9)
-    assert any(buffer.dtype == torch.float64 for buffer in frozen.buffers())
-    torch.testing.assert_close(frozen(image), layer(image).detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_encoder_whose_attention_stays_goes_on_with_nested_tensors():

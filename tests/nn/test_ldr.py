@@ -1,14 +1,14 @@
 import copy
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_struct.functional import SubdiagonalOperator, ldr_to_dense
+from lightning_struct.functional import SubdiagonalOperator
 from lightning_struct.nn import LDRSubdiagonal, LDRTridiagonal, ToeplitzLike
 from lightning_struct.nn.approximation import stein_residual
 from tests.cases import gaussian
+from tests.nn.layers import linear_of
 
 CLASSES = [LDRSubdiagonal, LDRTridiagonal]
 SUBDIAGONAL_METHODS = ["scaled", "scaled_float64", "dense", "tree", "krylov"]
@@ -21,33 +21,6 @@ def randomised(layer, spread=0.1):
             if weight is not None:
                 weight.add_(spread * torch.randn_like(weight))
     return layer
-
-
-def linear_of(weight):
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
-    with torch.no_grad():
-        linear.weight.copy_(weight)
-    return linear
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-@pytest.mark.parametrize("corner", ["learned", "zero"])
-def test_matrix_is_formula_2_with_the_transposed_b(cls, corner):
-    torch.manual_seed(0)
-    for sizes in ((12, 12), (12, 7), (7, 12), (1, 1), (2, 1), (2, 2)):
-        layer = randomised(cls(*sizes, corner=corner, dtype=torch.float64))
-        a, b = layer.operators
-        expected = ldr_to_dense(a, b.T, layer.G, layer.H, method="krylov")
-        torch.testing.assert_close(layer.to_dense(), expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_padded_matrix_is_a_part_of_a_square_one(cls):
-    torch.manual_seed(0)
-    layer = randomised(cls(7, 12, 2, pad="square", dtype=torch.float64))
-    a, b = layer.operators
-    assert a.size == b.size == 12
-    torch.testing.assert_close(layer.to_dense(), ldr_to_dense(a, b.T, layer.G, layer.H)[:, :7], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -87,16 +60,6 @@ def test_matrices_of_all_methods_are_frozen_and_exported(method):
     assert not exported.constants  # all tensors are buffers
     torch.testing.assert_close(exported.module()(x), y)
     torch.testing.assert_close(frozen.double()(x.double()), y.double(), rtol=1e-4, atol=1e-5)
-
-
-def test_frozen_layer_multiplies_few_rows_by_what_it_does_not_save():
-    torch.manual_seed(0)
-    layer = randomised(LDRSubdiagonal(1024, 1024, 2), 0.01).eval()
-    frozen = layer.freeze()
-    x = torch.randn(4, 1024)
-    with torch.no_grad():
-        torch.testing.assert_close(frozen(x), layer(x), rtol=1e-4, atol=1e-4)
-    assert sum(buffer.numel() for buffer in frozen.state_dict().values()) < 3 * layer.weight_parameters
 
 
 def test_automatic_choice_follows_the_operators():
@@ -327,24 +290,6 @@ def test_more_parameters_come_nearer(cls):
     assert 1 > errors[0] > errors[1] > errors[2]
     start = cls.from_linear(linear, 3, refine=0).approximation_error
     assert errors[1] < start
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (partial(LDRSubdiagonal, 8, 8, 0), "rank must be a positive integer, but is 0"),
-        (partial(LDRSubdiagonal, 8, 5, 6), r"rank must be at most min\(in_features, out_features\) = 5, but is 6"),
-        (partial(LDRSubdiagonal, 8, 8, corner="free"), "corner must be one of 'learned', 'zero', but is 'free'"),
-        (partial(LDRTridiagonal, 8, 8, corner=True), "corner must be one of 'learned', 'zero', but is True"),
-        (partial(LDRSubdiagonal, 8, 8, method="fast"), "method must be one of 'auto', 'scaled', .* but is 'fast'"),
-        (partial(LDRTridiagonal, 8, 8, method="tree"), "method must be one of 'auto', 'recurrence', .* but is 'tree'"),
-        (partial(LDRTridiagonal, 8, 8, init="zero"), "init must be one of 'variance', 'reference', but is 'zero'"),
-        (partial(LDRSubdiagonal, 8, 8, pad=True), "pad must be 'square' or None, but is True"),
-    ],
-)
-def test_wrong_arguments_are_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 def test_corner_for_a_class_that_has_none_is_refused():

@@ -6,38 +6,6 @@ from lightning_struct.functional.structured.monarch import monarch_matmul
 from lightning_struct.nn import LowRank, Monarch
 from tests.nn.layers import linear_of
 
-SIZES = [(12, 12, 3), (16, 12, 4), (13, 11, 5), (11, 13, 2), (7, 1, 1), (1, 1, 1)]
-
-
-def permuted_blocks(layer):
-    """M = P L Pᵀ R by dense matrices: L and R as block-diagonal ones, P as indices."""
-    b, r = layer.blocks, layer.rank
-    s = layer.L.shape[1]
-    L, R = (torch.block_diag(*factor) for factor in (layer.L.detach(), layer.R.detach()))
-    between = torch.arange(b * b * r).view(b, b, r).transpose(0, 1).flatten()  # from (k, l, t) to (l, k, t)
-    outputs = torch.arange(b * s).view(b, s).T.flatten()  # from (l, s) to (s, l)
-    M = (L @ R[between])[outputs]
-    return M[: layer.out_features, : layer.in_features]
-
-
-@pytest.mark.parametrize("rows", [1, 9])
-@pytest.mark.parametrize(("m", "n", "b"), SIZES)
-def test_product_is_that_of_two_block_diagonal_matrices_and_permutations(m, n, b, rows):
-    layer = Monarch(n, m, blocks=b, bias=False, dtype=torch.float64)
-    M = permuted_blocks(layer)
-    x = torch.randn(rows, n, dtype=torch.float64)
-    torch.testing.assert_close(layer.to_dense(), M)
-    torch.testing.assert_close(layer(x), x @ M.T)
-
-
-@pytest.mark.parametrize("size", [512, 1024])
-def test_prepared_matrix_and_factors_multiply_alike(size):
-    layer = Monarch(size, size, blocks=16, bias=False).eval()
-    with torch.no_grad():
-        for rows in (1, 16):
-            x = torch.randn(rows, size)
-            torch.testing.assert_close(layer(x), x @ layer.to_dense().T, rtol=1e-4, atol=1e-5)
-
 
 @pytest.mark.parametrize(
     ("m", "n", "options", "blocks", "rank", "count"),

@@ -243,22 +243,3 @@ def test_gradients_reach_the_buffers_of_a_functional_call():
         return functional_call(frozen, dict(zip(given, buffers, strict=True)), (x,))
 
     torch.autograd.gradcheck(product, [*given.values()])
-
-
-@pytest.mark.parametrize("shape", [(12,), (0, 12), (1, 12), (40, 12), (2, 3, 12), (2, 0, 12)])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("frozen", [True, False])
-def test_prepared_matrices_take_inputs_of_any_shape(shape, bias, frozen):
-    layer, x = Monarch(12, 7, bias=bias, dtype=torch.float64).eval(), torch.randn(shape, dtype=torch.float64)
-    dense = nn.Linear(12, 7, bias=bias, dtype=torch.float64)
-    dense.load_state_dict({"weight": layer.to_dense().detach()} | ({"bias": layer.bias.detach()} if bias else {}))
-    product = layer.freeze() if frozen else layer
-    with torch.no_grad():
-        for _ in range(2):  # made in the first call, kept for the second
-            torch.testing.assert_close(product(x), dense(x))
-
-
-def test_few_rows_and_many_rows_of_a_frozen_layer_agree():
-    layer, x = Monarch(600, 600), torch.randn(64, 600)
-    frozen = layer.freeze()
-    torch.testing.assert_close(torch.cat([frozen(row[None]) for row in x]), frozen(x), rtol=1e-4, atol=1e-4)

@@ -22,7 +22,7 @@ from lightning_struct.nn import (
     replace_linear,
 )
 from lightning_struct.nn.channels import in_place_of
-from tests.nn.layers import FACTORIES, NAMES
+from tests.nn.layers import CLASSES, FACTORIES, NAMES
 from tests.processes import in_two_processes
 
 
@@ -73,17 +73,10 @@ def test_parameters_are_drawn_after_the_meta_device(name):
         torch.manual_seed(0)
         layer.to_empty(device="cpu").reset_parameters()
         assert all(torch.equal(tensor, expected[key]) for key, tensor in layer.state_dict().items())
-
-
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_all_keys_that_match_are_all_that_a_layer_without_values_needs(name, assign):
-    trained = FACTORIES[name](12, 7)
-    layer = FACTORIES[name](12, 7, device="meta")
-    if not assign:
-        layer.to_empty(device="cpu")
-    layer.load_state_dict(trained.state_dict(), assign=assign)
-    assert torch.equal(layer.to_dense(), trained.to_dense())
+    trained = make()
+    for layer, assign in ((make(device="meta"), True), (make(device="meta").to_empty(device="cpu"), False)):
+        layer.load_state_dict(trained.state_dict(), assign=assign)  # all keys that match are all that it needs
+        assert torch.equal(layer.to_dense(), trained.to_dense())
 
 
 def test_blocks_are_drawn_after_the_meta_device_from_the_outermost_module_on():
@@ -101,51 +94,31 @@ def test_blocks_are_drawn_after_the_meta_device_from_the_outermost_module_on():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_layers_are_made_and_changed_in_inference_mode(name):
+def test_layers_are_made_changed_and_frozen_in_inference_mode(name):
     torch.manual_seed(0)
+    factory, trained = FACTORIES[name], FACTORIES[name](12, 7).eval()
 
-    def reference(layer):
-        return x @ layer.to_dense().T + layer.bias
+    def check(layer, x, *modules):
+        for module in modules:
+            torch.testing.assert_close(module(x), x @ layer.to_dense().T + layer.bias, rtol=1e-4, atol=1e-5)
 
     with torch.inference_mode():
-        layer, x = FACTORIES[name](12, 7), torch.randn(3, 12)
-        assert layer(x).shape == (3, 7)
+        layer, x = factory(12, 7), torch.randn(3, 12)
         for _ in range(2):
-            torch.testing.assert_close(layer.eval()(x), reference(layer), rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(layer.freeze()(x), reference(layer), rtol=1e-4, atol=1e-5)
+            check(layer, x, layer.train(), layer.eval(), layer.freeze())
             layer._parameters[layer.weight_names[0]].mul_(2)
-        copied = FACTORIES[name](12, 7)
+        copied = factory(12, 7)
         copied.load_state_dict(copy.deepcopy(layer).state_dict())
-        torch.testing.assert_close(copied.eval()(x), layer(x))
+        check(layer, x, copied.eval())
+        frozen, near = trained.freeze(), factory.func.from_linear(nn.Linear(12, 7), refine=1, **factory.keywords)
+        check(trained.double(), x.double(), trained)
     with torch.no_grad():
-        torch.testing.assert_close(layer(x), reference(layer), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_layers_are_converted_and_frozen_in_inference_mode(name):
-    torch.manual_seed(0)
-    layer = FACTORIES[name](12, 7).eval()
-    with torch.inference_mode():
-        frozen = layer.freeze()
-        inputs = torch.randn(3, 12, dtype=torch.float64)
-        outputs = layer.double()(inputs)
-        torch.testing.assert_close(outputs, inputs @ layer.to_dense().T + layer.bias)
-    x = torch.randn(3, 12, requires_grad=True)
-    frozen(x).sum().backward()
-    torch.testing.assert_close(x.grad, frozen.to_dense().sum(0).expand(3, -1))
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith(("_padded", "_without_corners"))])
-def test_layers_made_from_trained_ones_in_inference_mode_can_be_trained(name):
-    torch.manual_seed(0)
-    linear, factory = nn.Linear(12, 7, dtype=torch.float64), FACTORIES[name]
-    cls, options = factory.func, factory.keywords
-    expected = cls.from_linear(linear, refine=3, **options)
-    with torch.inference_mode():
-        layer = cls.from_linear(copy.deepcopy(linear), refine=3, **options)
-        torch.testing.assert_close(layer.to_dense(), expected.to_dense())
-    layer.train()(torch.ones(3, 12, dtype=torch.float64)).sum().backward()
-    assert all(parameter.grad is not None for parameter in layer.parameters())
+        check(layer, x, layer)
+    inputs = torch.randn(3, 12, requires_grad=True)
+    frozen(inputs).sum().backward()
+    torch.testing.assert_close(inputs.grad, frozen.to_dense().sum(0).expand(3, -1))
+    near.train()(inputs).sum().backward()
+    assert all(parameter.grad is not None for parameter in near.parameters())
 
 
 @pytest.mark.parametrize("name", ["ldr_sd", "toeplitz_like", "low_rank"])
@@ -263,11 +236,7 @@ def compiled_gradients(layer, x):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in ("ldr_sd", "ldr_td") else pytest.param(name, marks=pytest.mark.slow)
-        for name in NAMES
-        if not name.endswith(("_padded", "_without_corners"))
-    ],
+    [name if name in ("ldr_sd", "ldr_td") else pytest.param(name, marks=pytest.mark.slow) for name in CLASSES],
 )
 def test_one_graph_is_compiled_in_training_and_in_eval_mode(name):
     torch.manual_seed(0)
@@ -385,30 +354,3 @@ def test_inputs_may_be_given_by_the_name_that_linear_has_for_them(name):
     layer, x = FACTORIES[name](12, 7), torch.randn(3, 12)
     for module in layer, layer.freeze(), add_adapters(nn.Sequential(nn.Linear(12, 7)), FACTORIES[name])[0]:
         assert torch.equal(module(input=x), module(x))
-
-
-class PreTrainedModel(nn.Module):
-    """A model with the gradient checkpointing of the transformers package: a function that each block is called by."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(FACTORIES[name](12, 12) for name in NAMES if name != "pruned")
-        self.gradient_checkpointing = None
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs):
-        self.gradient_checkpointing = functools.partial(checkpoint, **gradient_checkpointing_kwargs)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + (
-                block(x) if self.gradient_checkpointing is None else self.gradient_checkpointing(block.__call__, x)
-            )
-        return x
-
-
-def test_gradient_checkpointing_enable_gives_the_same_gradients():
-    torch.manual_seed(0)
-    model, x = PreTrainedModel(), torch.randn(3, 12)
-    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    torch.testing.assert_close(torch.autograd.grad(model(x).square().mean(), list(model.parameters())), expected)

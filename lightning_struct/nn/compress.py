@@ -335,18 +335,14 @@ def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
             raise TypeError(f"the outputs of {name} are no tensor, but a {type(y).__name__}: {remedy}")
         return y
 
-    before: dict[int, Tensor] = {}
-
-    def note(of: nn.Module, batch: Any) -> Tensor:
-        before[id(batch)] = y = outputs(of, batch)
+    with _measuring(model):
+        before = {id(batch): outputs(model, batch) for batch in batches}
+    for y in before.values():
         if not y.any():
             raise ValueError(
-                f"the outputs of {type(of).__name__} for a batch are {'zero' if y.numel() else 'empty'}, of which "
+                f"the outputs of {type(model).__name__} for a batch are {'zero' if y.numel() else 'empty'}, of which "
                 "there is no relative change: train the model first, leave the batch out, or give loss="
             )
-        return torch.zeros(())
-
-    _mean_loss(model, batches, note)
 
     def change(of: nn.Module, batch: Any) -> Tensor:
         target = before[id(batch)]
@@ -355,11 +351,16 @@ def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
     return change
 
 
-@torch.no_grad()
+@contextmanager
+def _measuring(model: nn.Module) -> Iterator[None]:
+    # A compiled graph would be compiled again for each candidate, and runs no hooks that came after it.
+    with torch.no_grad(), in_eval_mode(model), torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def _mean_loss(model: nn.Module, batches: Sequence[Any], loss: BatchLoss) -> float:
     value = 0.0
-    # A compiled graph would be compiled again for each candidate, and runs no hooks that came after it.
-    with in_eval_mode(model), torch.compiler.set_stance("force_eager"):
+    with _measuring(model):
         for batch in batches:
             of_batch = loss(model, batch)
             if isinstance(of_batch, Tensor) and of_batch.numel() != 1:

@@ -88,16 +88,10 @@ class StructuredLSTM(nn.Module):
         self.bidirectional = bidirectional
         self.gates = gates
         directions = 2 if bidirectional else 1
+        features = [input_size, *[directions * hidden_size] * (num_layers - 1)]
         self.directions = nn.ModuleList(
-            _Direction(
-                input_size if level == 0 else directions * hidden_size,
-                hidden_size,
-                factory,
-                hidden_factory or nn.Linear,
-                gates,
-                bias,
-            )
-            for level in range(num_layers)
+            _Direction(size, hidden_size, factory, hidden_factory or nn.Linear, gates, bias)
+            for size in features
             for _ in range(directions)
         )
         self.to(device=device, dtype=dtype)

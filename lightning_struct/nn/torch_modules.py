@@ -145,6 +145,9 @@ def whole_call(module: nn.Module, *inputs: Any) -> Any:
     return tracer.create_proxy("call_module", path, inputs, {})
 
 
+_INSTEAD = "use torch.export.export, or torch.jit.trace with freeze(model, dense=True)"
+
+
 def recorded(layer: nn.Module, product: Callable[[], Tensor]) -> Tensor:
     """A product that ``torch.jit.trace`` records.
 
@@ -154,10 +157,7 @@ def recorded(layer: nn.Module, product: Callable[[], Tensor]) -> Tensor:
     try:
         return product()
     except Exception as error:
-        raise RuntimeError(
-            f"torch.jit.trace cannot record {layer}: use torch.export.export, or torch.jit.trace with "
-            "freeze(model, dense=True)"
-        ) from error
+        raise RuntimeError(f"torch.jit.trace cannot record {layer}: {_INSTEAD}") from error
 
 
 def refuse_to_be_scripted(layer: nn.Module) -> NoReturn:
@@ -166,10 +166,7 @@ def refuse_to_be_scripted(layer: nn.Module) -> NoReturn:
     Raises:
         RuntimeError: always.
     """
-    raise RuntimeError(
-        f"torch.jit.script cannot compile {layer}: use torch.export.export, or torch.jit.trace with "
-        "freeze(model, dense=True)"
-    )
+    raise RuntimeError(f"torch.jit.script cannot compile {layer}: {_INSTEAD}")
 
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)

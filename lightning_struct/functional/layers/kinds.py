@@ -122,38 +122,32 @@ _ATTENTION_PARAMETERS = (
     "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v",
 )  # fmt: skip
 
+
+def _kinds(*types: type[nn.Module], **declared: Any) -> dict[type[nn.Module], LayerKind]:
+    return {kind: LayerKind(kind, **declared) for kind in types}
+
+
 _OF_TORCH: dict[type[nn.Module], LayerKind] = {
-    nn.Linear: LayerKind(nn.Linear, lambda layer: [Matrix("weight", "bias")]),
-    **{
-        kind: LayerKind(kind, lambda layer: [Matrix("weight", "bias", groups=layer.groups)])
-        for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    },
-    **{
-        kind: LayerKind(kind, lambda layer: [Matrix("weight", "bias", groups=layer.groups, transposed=True)])
-        for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    },
-    **{
-        kind: LayerKind(
-            kind,
-            lambda layer: [Matrix(f"weight_{of}", f"bias_{of}" if layer.bias else None) for of in ("ih", "hh")],
-            lambda layer: ("weight_ih", "weight_hh", "bias_ih", "bias_hh"),
-        )
-        for kind in (nn.RNNCell, nn.LSTMCell, nn.GRUCell)
-    },
-    **{
-        kind: LayerKind(kind, _of_recurrent, lambda layer: layer._flat_weights_names)
-        for kind in (nn.RNN, nn.LSTM, nn.GRU)
-    },
-    nn.MultiheadAttention: LayerKind(
-        nn.MultiheadAttention, _of_attention, lambda layer: _ATTENTION_PARAMETERS, lambda layer: [layer.out_proj]
+    **_kinds(nn.Linear, matrices=lambda layer: [Matrix("weight", "bias")]),
+    **_kinds(nn.Conv1d, nn.Conv2d, nn.Conv3d, matrices=lambda layer: [Matrix("weight", "bias", layer.groups)]),
+    **_kinds(
+        nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+        matrices=lambda layer: [Matrix("weight", "bias", layer.groups, transposed=True)],
     ),
-    **{
-        kind: LayerKind(kind)
-        for kind in (
-            nn.Embedding, nn.PReLU, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d,
-            nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-        )
-    },
+    **_kinds(
+        nn.RNNCell, nn.LSTMCell, nn.GRUCell,
+        matrices=lambda layer: [Matrix(f"weight_{of}", f"bias_{of}" if layer.bias else None) for of in ("ih", "hh")],
+        parameters=lambda layer: ("weight_ih", "weight_hh", "bias_ih", "bias_hh"),
+    ),
+    **_kinds(nn.RNN, nn.LSTM, nn.GRU, matrices=_of_recurrent, parameters=lambda layer: layer._flat_weights_names),
+    **_kinds(
+        nn.MultiheadAttention, matrices=_of_attention,
+        parameters=lambda layer: _ATTENTION_PARAMETERS, hidden_layers=lambda layer: [layer.out_proj],
+    ),
+    **_kinds(
+        nn.Embedding, nn.PReLU, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+        nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+    ),
 }  # fmt: skip
 
 # Whatever their forward is: all that derive from a type, until one of them is declared otherwise.

@@ -180,13 +180,14 @@ class FactoredJacobian(Jacobian):
         self, columns: Tensor, products: Mapping[str, Sequence[OuterProducts]], sizes: Mapping[str, torch.Size]
     ) -> None:
         self._columns, self._products, self._sizes = columns, products, sizes
+        self._numbers = [size.numel() for size in sizes.values()]
         self.dtype = columns.dtype
-        self.shape = (len(columns), sum(size.numel() for size in sizes.values()))
+        self.shape = (len(columns), sum(self._numbers))
         first = next(iter(products.values()))
         self._blocks = list(pairwise(accumulate((block.left.shape[1] for block in first), initial=0)))
 
     def product(self, d: Tensor) -> Tensor:
-        parts = self._by_name(d)
+        parts = dict(zip(self._sizes, d.split(self._numbers), strict=True))
         others = [part for name, part in parts.items() if name not in self._products]
         result = self._columns @ torch.cat([d.new_empty(0), *others])
         for name, blocks in self._products.items():
@@ -227,9 +228,7 @@ class FactoredJacobian(Jacobian):
     def dense(self) -> Tensor:
         matrix = self._columns.new_empty(self.shape)
         columns = iter(self._split(self._columns))
-        for name, part in zip(
-            self._sizes, matrix.split([size.numel() for size in self._sizes.values()], dim=1), strict=True
-        ):
+        for name, part in zip(self._sizes, matrix.split(self._numbers, dim=1), strict=True):
             if name not in self._products:
                 part.copy_(next(columns))
                 continue
@@ -289,9 +288,6 @@ class FactoredJacobian(Jacobian):
     def _split(self, columns: Tensor) -> tuple[Tensor, ...]:
         """The columns of the weights that are no products."""
         return columns.split([size.numel() for name, size in self._sizes.items() if name not in self._products], dim=-1)
-
-    def _by_name(self, d: Tensor) -> dict[str, Tensor]:
-        return dict(zip(self._sizes, d.split([size.numel() for size in self._sizes.values()]), strict=True))
 
 
 def lower_gram(matrix: Tensor) -> Tensor:

@@ -57,15 +57,11 @@ class LeastSquares:
         if self.weights is None:
             return dict.fromkeys(blocks, 1.0)
         if missing := [name for name in blocks if name not in self.weights]:
-            raise ValueError(
-                f"the module returned {_listed('block', missing)} that LeastSquares(weights=...) has no weight for; it "
-                f"has weights for {_names(self.weights)}"
-            )
+            returned = f"the module returned {_listed(missing)} that LeastSquares(weights=...) has no weight for"
+            raise ValueError(f"{returned}; it has weights for {_names(self.weights)}")
         if unknown := [name for name in self.weights if name not in blocks]:
-            raise ValueError(
-                f"LeastSquares has a weight for {_listed('block', unknown)} that the module did not return; it "
-                f"returned {_names(blocks)}"
-            )
+            weights = f"LeastSquares has a weight for {_listed(unknown)} that the module did not return"
+            raise ValueError(f"{weights}; it returned {_names(blocks)}")
         return {name: float(self.weights[name]) for name in blocks}
 
 
@@ -84,10 +80,9 @@ def residual_blocks(returned: Any) -> dict[str, Tensor]:
             )
         returned = {ONLY_BLOCK: returned}
     if not isinstance(returned, Mapping) or not returned:
-        raise TypeError(
-            "with loss='least_squares' the module returns its residuals: a tensor, or a mapping of names to tensors. "
-            f"It returned {'an empty mapping' if isinstance(returned, Mapping) else type(returned).__name__}"
-        )
+        got = "an empty mapping" if isinstance(returned, Mapping) else type(returned).__name__
+        expected = "its residuals: a tensor, or a mapping of names to tensors"
+        raise TypeError(f"with loss='least_squares' the module returns {expected}. It returned {got}")
     for name, block in returned.items():
         if not isinstance(name, str):
             raise TypeError(f"the names of blocks of residuals are strings, such as 'interior'; got {name!r}")
@@ -106,5 +101,5 @@ def _names(blocks: Collection[str]) -> str:
     return ", ".join(map(repr, blocks))
 
 
-def _listed(noun: str, names: Collection[str]) -> str:
-    return f"the {noun}{'s' if len(names) > 1 else ''} {_names(names)}"
+def _listed(names: Collection[str]) -> str:
+    return f"the block{'s' if len(names) > 1 else ''} {_names(names)}"

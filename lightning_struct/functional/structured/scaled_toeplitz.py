@@ -193,15 +193,18 @@ def _tangent(inputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:
     right, dright = sides[-1].spectra[-1, :, None].conj(), dright[:, None].conj()
     in_length, out_length = transformed_length(right), transformed_length(left)
     of_inputs, dof_inputs = torch.fft.rfft(x * b, n=in_length), torch.fft.rfft(dx * b + x * db, n=in_length)
-    spectra, dspectra = (
-        torch.fft.rfft(torch.fft.irfft(product, n=in_length)[..., : middle.shape[0]] * middle, n=out_length)
-        for product in (of_inputs * right, dof_inputs * right + of_inputs * dright)
-    )
+    spectra = _through_the_middle(of_inputs * right, middle, in_length, out_length)
+    dspectra = _through_the_middle(dof_inputs * right + of_inputs * dright, middle, in_length, out_length)
     y, dy = (
         torch.fft.irfft(product.sum(0), n=out_length)[..., : a.shape[0]]
         for product in (spectra * left, dspectra * left + spectra * dleft)
     )
     return dy * a + y * da
+
+
+def _through_the_middle(spectra: Tensor, middle: Tensor, length: int, next_length: int) -> Tensor:
+    """The spectra after the multiplication by ρ, (p,), given those before it, of vectors of these lengths."""
+    return torch.fft.rfft(torch.fft.irfft(spectra, n=length)[..., : middle.shape[0]] * middle, n=next_length)
 
 
 def _gradients(inputs: Sequence[Tensor], u: Tensor) -> tuple[Tensor, ...]:
@@ -212,13 +215,8 @@ def _gradients(inputs: Sequence[Tensor], u: Tensor) -> tuple[Tensor, ...]:
     left, right = sides[0].spectra[0, :, None], sides[-1].spectra[-1, :, None]
     in_length, out_length = transformed_length(right), transformed_length(left)
     of_inputs, of_cotangents = torch.fft.rfft(x * b, n=in_length), torch.fft.rfft(u * a, n=out_length)
-    spectra, backs = (
-        torch.fft.rfft(torch.fft.irfft(spectrum * to.conj(), n=length)[..., : middle.shape[0]] * middle, n=next_length)
-        for spectrum, to, length, next_length in (
-            (of_inputs, right, in_length, out_length),
-            (of_cotangents, left, out_length, in_length),
-        )
-    )
+    spectra = _through_the_middle(of_inputs * right.conj(), middle, in_length, out_length)
+    backs = _through_the_middle(of_cotangents * left.conj(), middle, out_length, in_length)
     product = torch.fft.irfft((spectra * left).sum(0), n=out_length)[..., : a.shape[0]]
     back = torch.fft.irfft((backs * right).sum(0), n=in_length)[..., : b.shape[0]]
     of_spectra = (spectra.conj() * of_cotangents).sum(1), (backs.conj() * of_inputs).sum(1)

@@ -316,12 +316,10 @@ def squared_norms(
         return torch.stack([outer.squared_norms() for outer in fused]).sum(0)
     if len(outers) + len(lookups) == len(contributions) and all(outer.rows is None for outer in outers):
         return _tied_squared_norms(outers, lookups)
-    return torch.cat(
-        [
-            row_norms(torch.stack([c.per_sample(chunk) for c in contributions]).sum(0))
-            for chunk in contributions[0].chunks()
-        ]
-    )
+    norms = []
+    for chunk in contributions[0].chunks():
+        norms.append(row_norms(torch.stack([c.per_sample(chunk) for c in contributions]).sum(0)))
+    return torch.cat(norms)
 
 
 def _fused(outers: Sequence[Outer]) -> list[Outer] | None:
@@ -340,12 +338,9 @@ def _concatenated(outers: Sequence[Outer]) -> Outer:
     """The sum of uses is one use at the positions of all."""
     if len(outers) == 1:
         return outers[0]
-    return replace(
-        outers[0],
-        inputs=torch.cat([at_least_float32(outer.inputs) for outer in outers], 1),
-        cotangents=torch.cat([at_least_float32(outer.cotangents) for outer in outers], 1),
-        cotangent_norms=None,
-    )
+    inputs = torch.cat([at_least_float32(outer.inputs) for outer in outers], 1)
+    cotangents = torch.cat([at_least_float32(outer.cotangents) for outer in outers], 1)
+    return replace(outers[0], inputs=inputs, cotangents=cotangents, cotangent_norms=None)
 
 
 def _tied_squared_norms(outers: Sequence[Outer], lookups: Sequence[Lookup]) -> Tensor:
@@ -354,11 +349,8 @@ def _tied_squared_norms(outers: Sequence[Outer], lookups: Sequence[Lookup]) -> T
     ⟨Σ_t δ_t a_tᵀ, Σ_s e_{k_s} γ_sᵀ⟩ = Σ_{t,s} δ_t[k_s] a_t·γ_s: the table's V × d numbers are not formed for any
     sample.
     """
-    lookup = Lookup(
-        torch.cat([use.indices for use in lookups], 1),
-        torch.cat([at_least_float32(use.cotangents) for use in lookups], 1),
-        lookups[0].table_rows,
-    )
+    cotangents = torch.cat([at_least_float32(use.cotangents) for use in lookups], 1)
+    lookup = Lookup(torch.cat([use.indices for use in lookups], 1), cotangents, lookups[0].table_rows)
     norms = lookup.squared_norms()
     if not outers:
         return norms

@@ -281,14 +281,9 @@ class InnerCalls:
 def has_inner_calls(layer: nn.Module) -> bool:
     """Whether the layer is a recurrent one of torch, with a ``forward`` of its own."""
     kind = kind_of(layer)
-    return (
-        kind is not None
-        and kind.base is not None
-        and issubclass(kind.base, nn.RNNBase)
-        and isinstance(layer, kind.base)
-        and type(layer).forward is not kind.base.forward
-        and has_plain_parameters(layer, kind)
-    )
+    if kind is None or kind.base is None or not issubclass(kind.base, nn.RNNBase) or not isinstance(layer, kind.base):
+        return False
+    return type(layer).forward is not kind.base.forward and has_plain_parameters(layer, kind)
 
 
 @cache

@@ -196,13 +196,12 @@ class GradientNormRecorder:
             self._watch(parameter)
 
     def _hook(self, layer: nn.Module) -> None:
-        known = has_rule(layer)
         watch: Callable[[], RecordedCalls | InnerCalls] | None = None
-        if known and is_recorded(layer):
+        if is_recorded(layer):
             watch = RecordedCalls
-        elif known and has_inner_calls(layer):
+        elif has_inner_calls(layer):
             watch = partial(InnerCalls, layer)
-        if watch is not None or (known and runs_again(layer)):
+        if watch is not None or (has_rule(layer) and runs_again(layer)):
             before = self._guarded(partial(self._before_forward, watch))
             self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
         after = self._guarded(self._after_forward)
@@ -354,8 +353,7 @@ class GradientNormRecorder:
         if not trainable or not differentiable:
             return
         for parameter in trainable.values():
-            if parameter not in self._watched:
-                self._watch(parameter)
+            self._watch(parameter)
         if couples_samples(call.layer):
             self._warn_once(
                 "batch normalisation in training couples the samples of a batch through their statistics: of the "

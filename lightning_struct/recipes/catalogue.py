@@ -86,6 +86,10 @@ def _equation(trains: str, paper: str, section: str) -> Recipe:
     return Recipe(trains, paper, section, data, "PhysicsInformedNetwork", "PointsDataModule", EQUATION, "shf", links)
 
 
+def _structured(trains: str, section: str, data: str, data_class: str) -> Recipe:
+    return Recipe(trains, LDR_PAPER, section, data, "Classifier", data_class, STRUCTURED_CLASSIFIER, "ldr_sd")
+
+
 RECIPES: Mapping[str, Recipe] = {
     "curves_autoencoder": _autoencoder(
         "autoencoder 784-400-200-100-50-25-6 of curves", "made by the recipe", "CurvesDataModule"
@@ -97,51 +101,27 @@ RECIPES: Mapping[str, Recipe] = {
     "mnist_fnn": _classifier("fully connected classifier 784-512-10 of MNIST", "MNIST, downloaded", "MNISTDataModule"),
     "cifar_cnn": _classifier("mini VGG, five convolutions, on CIFAR-10", "CIFAR-10, downloaded", "CIFAR10DataModule"),
     "imdb_lstm": _classifier("LSTM, two layers of 512 units, on reviews", "IMDB, downloaded", "IMDBDataModule"),
-    "structured_image": Recipe(
-        trains="network with a structured hidden layer, on MNIST variants",
-        paper=LDR_PAPER,
-        section="Tables 1, 6 to 13",
-        data="files of MNIST-bg-rot, or made from MNIST",
-        model_class="Classifier",
-        data_class="InMemoryDataModule",
-        results=STRUCTURED_CLASSIFIER,
-        default_config="ldr_sd",
+    "structured_image": _structured(
+        "network with a structured hidden layer, on MNIST variants", "Tables 1, 6 to 13",
+        "files of MNIST-bg-rot, or made from MNIST", "InMemoryDataModule",
     ),
-    "structured_conv": Recipe(
-        trains="structured layers in place of a convolution, on CIFAR-10",
-        paper=LDR_PAPER,
-        section="Table 3",
-        data="CIFAR-10, downloaded",
-        model_class="Classifier",
-        data_class="CIFAR10DataModule",
-        results=STRUCTURED_CLASSIFIER,
-        default_config="ldr_sd",
+    "structured_conv": _structured(
+        "structured layers in place of a convolution, on CIFAR-10", "Table 3", "CIFAR-10, downloaded",
+        "CIFAR10DataModule",
     ),
     "wikitext_lstm": Recipe(
-        trains="LSTM language model with structured matrices",
-        paper=LDR_PAPER,
-        section="Table 2",
-        data="files of WikiText-2, or any text file",
-        model_class="LanguageModel",
-        data_class="TextCorpusDataModule",
-        results=LANGUAGE_MODEL,
-        default_config="ldr_sd",
-        links={"data.vocabulary_size": "model.init_args.vocabulary_size"},
+        "LSTM language model with structured matrices", LDR_PAPER, "Table 2", "files of WikiText-2, or any text file",
+        "LanguageModel", "TextCorpusDataModule", LANGUAGE_MODEL, "ldr_sd",
+        {"data.vocabulary_size": "model.init_args.vocabulary_size"},
     ),
     "compress_network": Recipe(
-        trains="small ResNet or character transformer, trained, compressed and trained on",
-        paper=NO_PAPER,
-        section="",
-        data="CIFAR-10, downloaded, or any text file",
-        model_class="Classifier",
-        data_class="InMemoryDataModule",
-        results=CLASSIFIER,
-        default_config="resnet",
+        "small ResNet or character transformer, trained, compressed and trained on", NO_PAPER, "",
+        "CIFAR-10, downloaded, or any text file", "Classifier", "InMemoryDataModule", CLASSIFIER, "resnet",
     ),
     "poisson_pinn": _equation("2-64-1 for Poisson's", PINN_PAPER, "section 4"),
     "heat_pinn": _equation("2-64-1 for the heat", PINN_PAPER, "section 4"),
     "burgers_pinn": _equation("2-20-20-20-1 for Burgers'", BURGERS_PAPER, "section 3"),
-}
+}  # fmt: skip
 
 
 def config_directory(name: str) -> Path:

@@ -42,11 +42,8 @@ class LastCheckpoint(Checkpoint):
         ends = trainer.should_stop or trainer.global_step == trainer.max_steps
         if not (ends or trainer.current_epoch + 1 == trainer.max_epochs) or self._saved_step == trainer.global_step:
             return
-        writing = [
-            callback
-            for callback in trainer.checkpoint_callbacks
-            if isinstance(callback, ModelCheckpoint) and callback.save_top_k and not callback.save_weights_only
-        ]
+        writing = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+        writing = [each for each in writing if each.save_top_k and not each.save_weights_only]
         if writing and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             home = next((callback for callback in writing if callback.filename == LAST_CHECKPOINT), writing[0])
             trainer.save_checkpoint(f"{home.dirpath}/{LAST_CHECKPOINT}.ckpt")

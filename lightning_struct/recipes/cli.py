@@ -28,16 +28,9 @@ from lightning_struct import __version__
 from lightning_struct.callbacks.pictures import log_directory
 from lightning_struct.callbacks.predictions import PredictionWriter
 from lightning_struct.functional.torch_tools import denormals_flushed
+from lightning_struct.recipes import checkpoints
 from lightning_struct.recipes.catalogue import RECIPES, Results, default_config
-from lightning_struct.recipes.checkpoints import (
-    LAST_CHECKPOINT,
-    LastCheckpoint,
-    RunConfigCallback,
-    check_checkpoint,
-    config_of_checkpoint,
-    newest_checkpoint,
-    refuse_missing,
-)
+from lightning_struct.recipes.checkpoints import LAST_CHECKPOINT, newest_checkpoint
 from lightning_struct.recipes.messages import noise_filtered, raise_message_of_a_class
 from lightning_struct.utilities.checks import require
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -93,13 +86,8 @@ class RecipeCLI(LightningCLI):
 
         versions = [f"lightning_struct=={__version__}", f"lightning.pytorch=={L.__version__}"]
         parser = RecipeParser(recipe=self.recipe, model_class=self.model_class, dump_header=versions, **kwargs)
-        parser.add_argument(
-            "-c",
-            "--config",
-            action=ConfigByName,
-            help="Path of a YAML file, or name of a config of this recipe (lightning-struct RECIPE lists them), or "
-            "RECIPE/NAME for one of another recipe.",
-        )
+        names = "a config of this recipe (lightning-struct RECIPE lists them), or RECIPE/NAME for one of another recipe"
+        parser.add_argument("-c", "--config", action=ConfigByName, help=f"Path of a YAML file, or name of {names}.")
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -114,7 +102,7 @@ class RecipeCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         self.config[self.subcommand].ckpt_path = self._checkpoint
-        check_checkpoint(self._checkpoint, self.recipe)
+        checkpoints.check_checkpoint(self._checkpoint, self.recipe)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         if self.subcommand in ("validate", "test"):  # they print what they measure and need no folder
@@ -127,9 +115,9 @@ class RecipeCLI(LightningCLI):
         # Lightning looks into the folders of this run, which has none yet, and goes on with untrained weights
         named = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)]
         if self._checkpoint == LAST_CHECKPOINT and not named:
-            refuse_missing(LAST_CHECKPOINT, self.recipe)
+            checkpoints.refuse_missing(LAST_CHECKPOINT, self.recipe)
         if self.subcommand == "fit" and trainer.checkpoint_callbacks:
-            trainer.callbacks.append(LastCheckpoint())  # type: ignore[attr-defined]
+            trainer.callbacks.append(checkpoints.LastCheckpoint())  # type: ignore[attr-defined]
         bar = trainer.progress_bar_callback
         if isinstance(bar, RichProgressBar) and bar.theme.metrics_format == RichProgressBarTheme.metrics_format:
             bar.theme = replace(bar.theme, metrics_format=METRICS_FORMAT)
@@ -246,21 +234,22 @@ def run_recipe(name: str, args: Sequence[str] | None = None) -> RecipeCLI:
     recipe = RECIPES[name]
     model_class = getattr(import_module("lightning_struct.models"), recipe.model_class)
     data_class = getattr(import_module("lightning_struct.data"), recipe.data_class)
-    given = _config_first(_with_home(sys.argv[1:] if args is None else args))
+    home = os.path.expanduser("~/")  # where a shell leaves the ~ of --KEY=~/PATH as it is
+    given = _config_first([arg.replace("=~/", f"={home}", 1) for arg in (sys.argv[1:] if args is None else args)])
     program = f"python -m lightning_struct.recipes.{name}"
     parsed = given[:1] if given and given[0] in SUBCOMMANDS else SUBCOMMANDS
     with ExitStack() as stack:
         stack.enter_context(noise_filtered())
         stack.enter_context(denormals_flushed())  # saturated units and long sequences have subnormal derivatives
         defaults = _default_configs(name, given, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        usage = "[--config CONFIG] [--KEY=VALUE ...]"
         parsers = {
-            subcommand: {
-                "default_config_files": defaults,
-                "usage": f"{program} {subcommand} [--config CONFIG] [--KEY=VALUE ...]",
-                "allow_abbrev": False,
-            }
-            for subcommand in parsed
+            sub: {"default_config_files": defaults, "usage": f"{program} {sub} {usage}", "allow_abbrev": False}
+            for sub in parsed
         }
+        csv_logger = {
+            "class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "results", "name": name}
+        }  # fmt: skip
         return RecipeCLI(
             model_class,
             data_class,
@@ -271,7 +260,7 @@ def run_recipe(name: str, args: Sequence[str] | None = None) -> RecipeCLI:
             subclass_mode_data=isabstract(data_class),
             auto_configure_optimizers=False,
             seed_everything_default=0,
-            save_config_callback=RunConfigCallback,
+            save_config_callback=checkpoints.RunConfigCallback,
             save_config_kwargs={"overwrite": True, "recipe": name},
             parser_kwargs={
                 "prog": program,
@@ -280,20 +269,11 @@ def run_recipe(name: str, args: Sequence[str] | None = None) -> RecipeCLI:
                 **parsers,
             },
             trainer_defaults={
-                "logger": {
-                    "class_path": "lightning.pytorch.loggers.CSVLogger",
-                    "init_args": {"save_dir": "results", "name": name},
-                },
+                "logger": csv_logger,
                 "log_every_n_steps": recipe.results.log_every_n_steps,
                 "callbacks": [PredictionWriter(recipe.results.predictions)],
             },
         )
-
-
-def _with_home(arguments: Sequence[str]) -> list[str]:
-    """The arguments with the home directory in ``--KEY=~/PATH``, where a shell leaves the ``~`` as it is."""
-    home = os.path.expanduser("~/")
-    return [argument.replace("=~/", f"={home}", 1) for argument in arguments]
 
 
 def _config_first(arguments: Sequence[str]) -> list[str]:
@@ -304,10 +284,8 @@ def _config_first(arguments: Sequence[str]) -> list[str]:
     options: list[str] = []
     rest = iter(arguments[1:])
     for argument in rest:
-        if argument in ("-c", "--config"):
-            configs += [argument, *islice(rest, 1)]
-        else:
-            (configs if argument.startswith(("-c", "--config=")) else options).append(argument)
+        chosen = configs if argument.startswith(("-c", "--config=")) or argument == "--config" else options
+        chosen += [argument, *islice(rest, argument in ("-c", "--config"))]
     return [arguments[0], *configs, *options]
 
 
@@ -319,7 +297,8 @@ def _default_configs(name: str, arguments: Sequence[str], folder: Path) -> list[
     named, _ = options.parse_known_args(arguments)
     if named.config is not None:
         return []
-    config = config_of_checkpoint(named.ckpt_path, name) if named.ckpt_path and is_zipfile(named.ckpt_path) else None
+    has_config = named.ckpt_path and is_zipfile(named.ckpt_path)
+    config = checkpoints.config_of_checkpoint(named.ckpt_path, name) if has_config else None
     if config is None:
         return [str(default_config(name))]
     file = folder / "config_of_checkpoint.yaml"

@@ -22,21 +22,17 @@ from lightning_struct.utilities.namespaces import NAMESPACES
 INTERRUPTED, TERMINATED = 130, 143  # exit statuses of SIGINT and SIGTERM, as shells have them
 ELSEWHERE = "write elsewhere by --trainer.logger.init_args.save_dir=FOLDER"
 REMEDIES = {
-    errno.ENOSPC: f"Free some space there, or {ELSEWHERE}",
-    errno.EDQUOT: f"Free some space there, or {ELSEWHERE}",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"Free some space there, or {ELSEWHERE}"),
     errno.EROFS: f"Nothing can be written there: {ELSEWHERE}",
-    errno.EACCES: f"Make it accessible; results can be written elsewhere: {ELSEWHERE}",
-    errno.EPERM: f"Make it accessible; results can be written elsewhere: {ELSEWHERE}",
-    errno.ENOTDIR: f"A file stands where a folder is needed: move it away, or {ELSEWHERE}",
-    errno.EEXIST: f"A file stands where a folder is needed: move it away, or {ELSEWHERE}",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), f"Make it accessible; results can be written elsewhere: {ELSEWHERE}"),
+    **dict.fromkeys(
+        (errno.ENOTDIR, errno.EEXIST), f"A file stands where a folder is needed: move it away, or {ELSEWHERE}"
+    ),
     errno.EISDIR: "A folder stands where a file is needed: move it away",
 }
 PARTS_OF_LIGHTNING = (
-    *(
-        f"{namespace}.{part}."
-        for namespace in NAMESPACES
-        for part in ("trainer", "callbacks", "loops", "strategies", "loggers", "plugins", "profilers", "accelerators")
-    ),
+    *(f"{space}.{part}." for space in NAMESPACES for part in ("trainer", "callbacks", "loops", "strategies")),
+    *(f"{space}.{part}." for space in NAMESPACES for part in ("loggers", "plugins", "profilers", "accelerators")),
     *("lightning.fabric.", "lightning_fabric."),
 )
 LAYERS = ("torch.nn.", "torch._tensor", "lightning_struct.nn.")  # the last frame of Unflatten is in the second
@@ -49,11 +45,7 @@ NOISE_IN_WARNINGS = (
     r"The `srun` command is available on your system",
     r"Couldn't infer the batch indices fetched from your dataloader",  # PredictionWriter says what that means
 )
-NOISE_IN_LOGS = (
-    r"💡 Tip: ",  # Lightning's advice to install other packages
-    r"TPU available: False",
-    r"HPU available: False",
-)
+NOISE_IN_LOGS = re.compile(r"💡 Tip: |(TPU|HPU) available: False")  # the first is advice to install other packages
 MISFIT = re.compile(r"\b(shapes?|sizes?|channels|dtype)\b")
 
 
@@ -122,7 +114,7 @@ def noise_filtered() -> Iterator[None]:
     """Within it, the warnings and log messages listed above are not shown; all others are."""
 
     def passes(record: logging.LogRecord) -> bool:
-        return not any(re.match(pattern, record.getMessage()) for pattern in NOISE_IN_LOGS)
+        return NOISE_IN_LOGS.match(record.getMessage()) is None
 
     loggers = [logging.getLogger(f"{namespace}.utilities.rank_zero") for namespace in NAMESPACES]
     for logger in loggers:

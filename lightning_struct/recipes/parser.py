@@ -55,8 +55,7 @@ class RecipeParser(LightningArgumentParser):
         self, *arguments: Any, recipe: str = "", model_class: Callable[..., Any] | None = None, **options: Any
     ) -> None:
         super().__init__(*arguments, **options)
-        self.recipe = recipe
-        self.model_class = model_class
+        self.recipe, self.model_class = recipe, model_class
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End with the message, and the nearest right name below it."""
@@ -71,9 +70,8 @@ def suggestion(message: str, parser: argparse.ArgumentParser) -> str:
     if choice := UNKNOWN_CHOICE.search(message):
         return did_you_mean(choice["choice"], subcommands)
     if unknown := UNKNOWN_CLASS.search(message):
-        return did_you_mean(
-            unknown["name"], (name for home in HOMES_OF_CLASSES for name in import_module(home).__all__)
-        )
+        classes = (name for home in HOMES_OF_CLASSES for name in import_module(home).__all__)
+        return did_you_mean(unknown["name"], classes)
     if wrong := UNKNOWN_OPTION.search(message):
         name = next(name for name in wrong.groups() if name is not None)
         if subcommands and options & {f"--{name}", f"--{name.partition('.')[0]}"}:  # the latter: within a config

@@ -3,18 +3,12 @@
 import math
 from collections.abc import Sequence
 from importlib import import_module
-from numbers import Integral, Real
 from typing import Any
 
+from lightning_struct.functional.checks import is_integer, is_real
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
-EXTRA_OF = {
-    "jsonargparse": "recipes",
-    "matplotlib": "recipes",
-    "rich": "recipes",
-    "torchvision": "recipes",
-    "torchtext": "text",
-}
+EXTRA_OF = {**dict.fromkeys(("jsonargparse", "matplotlib", "rich", "torchvision"), "recipes"), "torchtext": "text"}
 
 
 def check(name: str, value: object, holds: bool, takes: str) -> None:
@@ -69,7 +63,7 @@ def is_count(value: object, least: float = 1) -> bool:
         >>> [is_count(value) for value in (3, 0, 2.0, True, "3", None)]
         [True, False, False, False, False, False]
     """
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+    return is_integer(value) and int(value) >= least  # type: ignore[call-overload]
 
 
 def is_number(value: object) -> bool:
@@ -79,7 +73,7 @@ def is_number(value: object) -> bool:
         >>> [is_number(value) for value in (3, 0.5, math.inf, math.nan, True, "3", None)]
         [True, True, True, False, False, False, False]
     """
-    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+    return is_real(value) and not math.isnan(value)  # type: ignore[arg-type]
 
 
 def known_length(sized: Any) -> int | None:

@@ -52,21 +52,6 @@ def small_curves(**arguments):
     return datamodule
 
 
-def test_default_sizes_are_those_of_table_1():
-    datamodule = CurvesDataModule()
-    assert datamodule.sizes == (20_000, 2_000, 8_000) and datamodule.batch_size == 250
-
-
-def test_sets_are_float32_images_of_the_asked_sizes():
-    shapes = [(split.tensors[0].shape, split.tensors[0].dtype) for split in small_curves().splits]
-    assert shapes == [((count, 784), torch.float32) for count in (40, 12, 7)]
-
-
-def test_images_do_not_depend_on_the_seed_of_the_draws():
-    first, second = small_curves(seed=0), small_curves(seed=1)
-    assert torch.equal(first.splits.train.tensors[0], second.splits.train.tensors[0])
-
-
 def test_sets_are_made_once():
     datamodule = small_curves()
     train = datamodule.splits.train

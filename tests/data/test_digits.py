@@ -25,11 +25,6 @@ def numbers(split):
     return (split.tensors[0][:, 0] * 255).round().int().tolist()
 
 
-def test_default_sizes_are_those_of_table_1():
-    assert MNISTDataModule().sizes == {"train": 50_000, "val": 10_000, "test": 10_000}
-    assert USPSDataModule().sizes == {"train": 6_800, "val": 1_000, "test": 1_498}
-
-
 def test_mnist_is_cut_within_its_official_parts(tmp_path):
     write_mnist(tmp_path)
     splits = prepared(MNISTDataModule(str(tmp_path), download=False, **MNIST_SIZES)).splits
@@ -67,22 +62,6 @@ def test_cut_does_not_depend_on_the_seed_of_the_draws(tmp_path):
 def test_files_that_are_there_are_not_downloaded_again(tmp_path, no_network):
     write_mnist(tmp_path)
     assert len(prepared(MNISTDataModule(str(tmp_path), download=True, **MNIST_SIZES)).splits.train) == 20
-
-
-@pytest.mark.parametrize("datamodule", [MNISTDataModule, USPSDataModule])
-def test_missing_files_name_the_directory_and_the_remedies(tmp_path, datamodule):
-    with pytest.raises(MisconfigurationException) as error:
-        prepared(datamodule(str(tmp_path / "nowhere"), download=False))
-    for part in (str(tmp_path / "nowhere"), "--data.data_dir", "--data.download=true", "--data.synthetic=true"):
-        assert part in str(error.value)
-
-
-@pytest.mark.parametrize("datamodule", [MNISTDataModule, USPSDataModule])
-def test_failing_download_names_the_directory_and_the_remedies(tmp_path, datamodule, no_network):
-    with pytest.raises(MisconfigurationException) as error:
-        prepared(datamodule(str(tmp_path), download=True))
-    for part in ("could not be downloaded to", str(tmp_path), "no network", "--data.synthetic=true"):
-        assert part in str(error.value)
 
 
 def test_damaged_file_is_one_clear_error(tmp_path):
@@ -139,33 +118,7 @@ def test_missing_torchvision_names_the_extra(tmp_path, no_torchvision):
         prepared(MNISTDataModule(str(tmp_path), download=False, **MNIST_SIZES))
 
 
-@pytest.mark.parametrize("datamodule", [MNISTDataModule, USPSDataModule])
-@pytest.mark.parametrize("size", [0, -5])
-def test_empty_sets_are_refused(datamodule, size):
-    with pytest.raises(MisconfigurationException, match=f"train_size must be at least 1, but is {size}"):
-        datamodule(synthetic=True, train_size=size)
-
-
-@pytest.mark.parametrize("datamodule", [MNISTDataModule, USPSDataModule])
-def test_a_set_up_without_the_download_says_what_downloads(tmp_path, datamodule):
-    with pytest.raises(MisconfigurationException, match=r"call prepare_data\(\)") as error:
-        datamodule(str(tmp_path)).setup("fit")
-    assert "allow the download" not in str(error.value)
-
-
 def test_more_images_than_there_are_is_refused(tmp_path):
     write_usps(tmp_path)
     with pytest.raises(MisconfigurationException, match="from the 36 samples of USPS: choose smaller sizes"):
         prepared(USPSDataModule(str(tmp_path), download=False))
-
-
-@pytest.mark.parametrize(
-    ("datamodule", "sizes", "pixels"), [(MNISTDataModule, MNIST_SIZES, 784), (USPSDataModule, USPS_SIZES, 256)]
-)
-def test_synthetic_sets_have_the_same_shapes_and_need_no_files(tmp_path, no_network, caplog, datamodule, sizes, pixels):
-    with caplog.at_level("INFO"):
-        splits = prepared(datamodule(str(tmp_path / "nowhere"), synthetic=True, **sizes)).splits
-    assert f"{datamodule.title}: procedurally made samples" in caplog.text
-    assert [split.tensors[0].shape for split in splits] == [
-        (sizes[f"{part}_size"], pixels) for part in ("train", "val", "test")
-    ]

@@ -36,12 +36,6 @@ def write_amat(path, labels):
     path.write_text("\n".join(f"{number / 100} {'0 ' * 783}{label}" for number, label in enumerate(labels)))
 
 
-@pytest.mark.parametrize(("variant", "test_size"), [("background_rotation", 50_000), ("noise", 2_000)])
-def test_default_sizes_are_those_of_table_15(variant, test_size):
-    data = MNISTVariantDataModule(variant)
-    assert (data.train_size, data.test_size, data.val_fraction) == (12_000, test_size, 0.15)
-
-
 @pytest.mark.parametrize("variant", ["rotation", "background", "background_rotation"])
 def test_official_files_are_read(tmp_path, variant):
     train, test = FILES[variant]
@@ -81,13 +75,6 @@ def test_made_images_do_not_depend_on_the_seed(tmp_path):
 def test_synthetic_images_need_no_files(variant):
     splits = prepared(variant=variant, synthetic=True, data_dir="nowhere")
     assert [len(part) for part in splits] == [17, 3, 8] and splits.test.tensors[0].shape == (8, 784)
-
-
-def test_missing_files_are_an_error_that_names_the_remedies(tmp_path):
-    with pytest.raises(MisconfigurationException) as error:
-        prepared(data_dir=str(tmp_path))
-    for remedy in (*FILES["background_rotation"], "https", "--data.generate=true", "--data.synthetic=true"):
-        assert remedy in str(error.value)
 
 
 def test_generating_without_mnist_names_the_remedies(tmp_path, no_network):
@@ -159,36 +146,21 @@ def rectangles():
     return images.view(-1, 28, 28), labels
 
 
-def sides(images):
-    """Heights and widths of what is white."""
-    return [images.any(dim=axis).sum(dim=1) for axis in (2, 1)]
-
-
-def test_label_says_which_side_is_longer(rectangles):
+def test_rectangles_are_outlines_whose_sides_differ_and_labels_say_which_is_longer(rectangles):
     images, labels = rectangles
-    height, width = sides(images)
+    height, width = (images.any(dim=axis).sum(dim=1) for axis in (2, 1))  # of what is white
     assert torch.equal(labels, (width > height).long()) and 0.4 < labels.float().mean() < 0.6
-
-
-def test_sides_differ_by_three_pixels_at_least(rectangles):
-    height, width = sides(rectangles[0])
     assert (height - width).abs().min() == 3
-
-
-def test_images_are_outlines_one_pixel_thick(rectangles):
-    images = rectangles[0]
-    height, width = sides(images)
     thick = (height > 1) & (width > 1)
     assert torch.equal(images.sum(dim=(1, 2))[thick].long(), (2 * (height + width) - 4)[thick])
     assert torch.equal(images.sum(dim=(1, 2))[~thick].long(), (height * width)[~thick])
 
 
-def test_generated_images_do_not_depend_on_the_seed_and_synthetic_ones_do():
+def test_generated_images_do_not_depend_on_the_seed():
     def labels(**options):
         return prepared_rectangles(**options).test.tensors[1].tolist()
 
     assert labels(generate=True, seed=1) == labels(generate=True, seed=2)
-    assert labels(synthetic=True, seed=1) != labels(synthetic=True, seed=2)
 
 
 def test_official_files_of_rectangles_are_read(tmp_path):
@@ -198,14 +170,6 @@ def test_official_files_of_rectangles_are_read(tmp_path):
     splits = prepared_rectangles(data_dir=str(tmp_path))
     assert [len(part) for part in splits] == [17, 3, 8]
     assert splits.test.tensors[0][:, 0].min() > splits.train.tensors[0][:, 0].max()
-
-
-def test_missing_files_of_rectangles_are_an_error_that_names_the_remedies(tmp_path):
-    with pytest.raises(MisconfigurationException) as error:
-        prepared_rectangles(data_dir=str(tmp_path))
-    for remedy in ("rectangles_train.amat and rectangles_test.amat of https", "--data.generate", "--data.synthetic"):
-        assert remedy in str(error.value)
-    assert "download" not in str(error.value)
 
 
 def write_text(directory, text):

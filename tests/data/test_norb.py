@@ -4,7 +4,6 @@ import struct
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.data import NORBDataModule
 from lightning_struct.data.files import DamagedFileError
@@ -46,11 +45,6 @@ def prepared(directory, **options):
     return data.splits
 
 
-def test_default_sizes_are_those_of_table_15():
-    data = NORBDataModule()
-    assert (data.train_size, data.test_size) == (291_600, 58_320)
-
-
 @pytest.mark.parametrize("pack", [False, True])
 def test_all_files_are_read_packed_or_not(tmp_path, pack):
     stems = [*TRAIN_STEMS, *TEST_STEMS]
@@ -82,12 +76,10 @@ def test_images_are_made_smaller_by_averaging():
     assert small.shape == (1, 1024) and small[0, 0] == 100 and small[0, 1:].sum() == 0
 
 
-def test_made_images_are_always_the_same_and_synthetic_ones_follow_the_seed():
+def test_made_images_are_always_the_same():
     sizes = {"train_size": 40, "test_size": 20}
     made, again = (prepared("nowhere", generate=True, seed=seed, **sizes) for seed in (0, 1))
     torch.testing.assert_close(made.test.tensors[0], again.test.tensors[0])
-    first, other = (prepared("nowhere", synthetic=True, seed=seed, **sizes) for seed in (0, 1))
-    assert not torch.equal(first.test.tensors[0], other.test.tensors[0])
 
 
 def damaged(directory, damage):
@@ -141,13 +133,6 @@ def test_labels_out_of_range_are_refused(tmp_path):
     write_matrix(tmp_path / "some-cat.mat", INTEGERS, np.array([0, 5, 6, 1], "<i4"))
     with pytest.raises(DamagedFileError, match="some-cat.mat gives sample 2 .* the label 6, not one of 0 to 5"):
         read_left_images(tmp_path, "some")
-
-
-def test_missing_files_are_an_error_that_names_the_remedies(tmp_path):
-    with pytest.raises(MisconfigurationException) as error:
-        prepared(tmp_path)
-    assert "training-01-dat.mat[.gz]" in str(error.value) and "https://cs.nyu.edu/" in str(error.value)
-    assert "--data.synthetic" in str(error.value) and "download" not in str(error.value)
 
 
 def made(count, *, instances=range(INSTANCES), seed=0):

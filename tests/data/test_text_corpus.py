@@ -133,18 +133,6 @@ def test_synthetic_texts_of_one_language_depend_on_the_seed():
     assert torch.equal(text(1), text(1)) and not torch.equal(text(1), text(2)) and len(text(1)) == 120
 
 
-def test_missing_files_are_an_error_that_names_the_remedies(tmp_path):
-    with pytest.raises(MisconfigurationException) as error:
-        TextCorpusDataModule(str(tmp_path)).setup("fit")
-    for remedy in (*LAYOUTS["tokens"], "https://", "--data.data_dir", "--data.synthetic=true"):
-        assert remedy in str(error.value)
-
-
-def test_missing_text_file_is_an_error_that_names_it(tmp_path):
-    with pytest.raises(MisconfigurationException, match="put some.txt there"):
-        TextCorpusDataModule(text_file=str(tmp_path / "some.txt")).setup("fit")
-
-
 @pytest.mark.parametrize("datamodule", [TextCorpusDataModule, CharactersDataModule])
 @pytest.mark.parametrize("content", [None, ""], ids=["missing", "empty"])
 def test_another_text_file_is_named_by_its_option(tmp_path, datamodule, content):

@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import re
+import runpy
 import signal
 import sys
 import zipfile
@@ -20,48 +21,45 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from lightning_struct.functional.checks import NotFinite
 from lightning_struct.models import Classifier, RLSClassifier
 from lightning_struct.recipes import curves_autoencoder, mnist_fnn, structured_image
-from lightning_struct.recipes.messages import run_command
+from lightning_struct.recipes.messages import ELSEWHERE, run_command
 
 SMALL_DATA = ("--data.synthetic=true", "--data.train_size=40", "--data.val_size=20", "--data.test_size=30")
 
 
-@pytest.fixture
-def ending():
-    """Exit status or message of a command that raises ``error``."""
-
-    def end(error):
-        def command():
-            raise error
-
-        with pytest.raises(SystemExit) as exit:
-            run_command(command)
-        return exit.value.code
-
-    return end
+def ending(command):
+    """Exit status or message of a command that ends itself."""
+    with pytest.raises(SystemExit) as exit:
+        run_command(command)
+    return exit.value.code
 
 
-def test_misconfiguration_is_one_message(ending):
-    assert ending(MisconfigurationException("put the files there")) == "error: put the files there"
+def message_of(*arguments, recipe=mnist_fnn):
+    """The one message with which a fit ends."""
+    code = ending(lambda: recipe.main(["fit", *arguments]))
+    assert len(code.splitlines()) == 1
+    return code
 
 
-def test_training_that_diverges_is_one_message(ending):
-    assert ending(NotFinite("train_loss is nan")) == "error: train_loss is nan"
-    assert ending(FloatingPointError("NaN within a solve")) == "error: NaN within a solve"
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MisconfigurationException("put the files there"), "error: put the files there"),
+        (NotFinite("train_loss is nan"), "error: train_loss is nan"),
+        (FloatingPointError("NaN within a solve"), "error: NaN within a solve"),
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "some copy", None, "results/x.ckpt"),
+            f"error: No space left on device: results/x.ckpt. Free some space there, or {ELSEWHERE}.",
+        ),
+        (SIGTERMException(), 143),
+        (KeyboardInterrupt(), 130),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_of_the_user_is_one_message_or_status(error, expected):
+    def command():
+        raise error
 
-
-def test_full_disk_is_one_message(ending):
-    message = ending(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "some copy", None, "results/x.ckpt"))
-    assert message.startswith(
-        "error: No space left on device: results/x.ckpt. Free some space there, or write elsewhere"
-    )
-
-
-def test_sigterm_has_its_exit_status(ending):
-    assert ending(SIGTERMException()) == 143
-
-
-def test_keyboard_interrupt_has_its_exit_status(ending):
-    assert ending(KeyboardInterrupt()) == 130
+    assert ending(command) == expected
 
 
 def test_signs_that_an_encoding_lacks_end_no_run(monkeypatch):
@@ -105,11 +103,6 @@ def test_other_errors_keep_their_traceback(error):
         (["--config", "hrls", "fit"], "Options come after the subcommand, --config too"),
         (["--data.synthetic=true"], "mnist_fnn fit --data.synthetic=..."),
     ],
-    ids=[
-        *("subcommand", "trainer", "data", "network", "class", "class of Lightning", "config"),
-        *("optimizer", "within the scheduler", "option of the data", "before the subcommand"),
-        *("of the model before the subcommand", "config before the subcommand", "no subcommand"),
-    ],
 )
 def test_wrong_option_is_answered_with_the_nearest(arguments, question, capsys):
     with pytest.raises(SystemExit) as end:
@@ -136,45 +129,85 @@ def test_truncated_checkpoint_is_one_error():
         mnist_fnn.main(["test", "--data.synthetic=true", "--ckpt_path", "some.ckpt"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        pytest.param(
-            ["--model.network.layer_sizes=[784]"],
-            "error: layer_sizes must name the pixels, the classes",
-            marks=pytest.mark.skipif(
-                version("jsonargparse").startswith("4.40."),
-                reason="its errors do not keep what a class has said",
-            ),
-        ),
-        (
-            ["--trainer.callbacks=TrainingCurves", "--trainer.callbacks.every_n_steps=0"],
-            "error: every_n_steps must be at",
-        ),
-        (
-            ["--trainer.logger=tests.recipes.test_errors.LoggerOfAnotherPackage"],
-            "error: No module named 'another_package'",
-        ),
-        (["--model.optimizer.ratio=-1"], "error: ratio must be > 0, got -1"),
-        (
-            ["--model=Classifier", "--model.optimizer=lightning_struct.RLS"],
-            "error: This model gives its optimizer the parameters; for RLS or SHF",
-        ),
-    ],
-    ids=["network", "callback", "logger", "optimizer", "optimizer of the module"],
+KEPT = pytest.mark.skipif(
+    version("jsonargparse").startswith("4.40."), reason="its errors do not keep what a class has said"
 )
+NO_RANK = ["--model.network=lightning_struct.models.single_hidden_layer", "--model.network.pixels=64"]
+FEW = ["--trainer.max_epochs=1", "--trainer.limit_test_batches=0"]
+MODELS = "--model=tests.recipes.test_errors."
+CASES = [  # those of the default config, which trains by RLS, then those of a small network
+    pytest.param(["--model.network.layer_sizes=[784]"], "layer_sizes must name the pixels, the classes", marks=KEPT),
+    (["--trainer.callbacks=TrainingCurves", "--trainer.callbacks.every_n_steps=0"], "every_n_steps must be at"),
+    (["--trainer.logger=tests.recipes.test_errors.LoggerOfAnotherPackage"], "No module named 'another_package'"),
+    (["--model.optimizer.ratio=-1"], "ratio must be > 0, got -1"),
+    (["--model=Classifier", "--model.optimizer=lightning_struct.RLS"], "This model gives its optimizer the parameters"),
+]
+SMALL_CASES = [
+    ([f"{MODELS}Diverged"], "Training batch 0 of epoch 0: RLS step 1: NaN or infinity in the gradient of network"),
+    (
+        ["--model.optimizer=SGD", "--model.optimizer.lr=1e38"],
+        r"train_loss is \S+ in batch \d of .*lower the learning rate",
+    ),
+    (["--trainer.strategy=foo"], "You selected an invalid strategy name: `strategy='foo'`"),
+    ([*FEW, "--trainer.val_check_interval=1000"], r"`val_check_interval` \(1000\) must be less than or equal"),
+    (["--trainer.barebones=true"], r"`Trainer\(barebones=True, logger="),
+    (
+        [*FEW, "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=nothing"],
+        "Early stopping conditioned on metric `nothing` which is not available",
+    ),
+    (
+        2 * ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.monitor=some"],
+        "Found more than one stateful callback of type `ModelCheckpoint`",
+    ),
+    (["--model.network.layer_sizes=[100,10]"], r"The network does not fit the data: .*\(20x784 and 100x10\)"),
+    (
+        ["--model.network=lightning_struct.models.lenet", "--model.network.size=32"],
+        r"The network does not fit the data: .*unflatten: Provided sizes \[1, 32, 32\]",
+    ),
+    (
+        [*NO_RANK, "--model.network.layer=lightning_struct.LowRank", "--model.network.layer.rank=1"],
+        r"The network does not fit the data: LowRank takes inputs \(..., 64\), but the input has shape \(20, 784\)",
+    ),
+    (["--seed_everything=-3"], "-3 is not in bounds"),
+    ([f"{MODELS}Misled"], "optimizer got an empty parameter list$"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), CASES)
 def test_what_classes_say_of_their_arguments_is_one_message(arguments, message):
-    with pytest.raises(SystemExit) as end:
-        run_command(lambda: mnist_fnn.main(["fit", *SMALL_DATA, *arguments]))
-    assert end.value.code.startswith(message) and len(end.value.code.splitlines()) == 1
+    assert message_of(*SMALL_DATA, *arguments).startswith(f"error: {message}")
 
 
-@pytest.mark.skipif(version("jsonargparse").startswith("4.40."), reason="its errors do not keep what a class has said")
+@pytest.mark.parametrize(("arguments", "message"), SMALL_CASES)
+def test_what_a_run_says_of_its_arguments_is_one_message(arguments, message, conf):
+    assert re.match(f"error: {message}", message_of("--config", conf("classifier"), *arguments))
+
+
+@KEPT
 def test_what_a_structured_layer_says_of_its_arguments_is_one_message():
-    options = ["--data.synthetic=true", "--model.network.layer.rank=0"]
+    message = message_of("--data.synthetic=true", "--model.network.layer.rank=0", recipe=structured_image)
+    assert message == "error: rank must be a positive integer, but is 0"
+
+
+def test_images_of_another_size_are_one_message(conf):
+    message = message_of("--config", conf("adam"), "--model.layer_sizes=[100,20]", recipe=curves_autoencoder)
+    assert message == "error: The images have 784 pixels, but layer_sizes begins with 100: begin it with 784"
+
+
+def test_missing_data_is_one_message_and_no_traceback(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["recipe", "fit", "--data.download=false", f"--data.data_dir={tmp_path}/nowhere"])
+    monkeypatch.delitem(sys.modules, "lightning_struct.recipes.mnist_autoencoder", raising=False)
     with pytest.raises(SystemExit) as end:
-        run_command(lambda: structured_image.main(["fit", *options]))
-    assert end.value.code == "error: rank must be a positive integer, but is 0"
+        runpy.run_module("lightning_struct.recipes.mnist_autoencoder", run_name="__main__")
+    assert end.value.code.startswith(f"error: MNIST is not in {tmp_path}/nowhere")  # printed; the status is 1
+
+
+def test_wrong_value_is_a_short_message(capsys):
+    with pytest.raises(SystemExit) as end:
+        mnist_fnn.main(["fit", "--data.download=perhaps"])
+    message = capsys.readouterr().err
+    assert end.value.code == 2 and 'Parser key "data.download"' in message
+    assert len(message.splitlines()) < 10
 
 
 class Diverged(RLSClassifier):
@@ -184,97 +217,11 @@ class Diverged(RLSClassifier):
         return super().training_step(batch, batch_idx) * torch.nan
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--model=tests.recipes.test_errors.Diverged"],
-            r"Training batch 0 of epoch 0: RLS step 1: NaN or infinity in the gradient of network",
-        ),
-        (
-            ["--model.optimizer=SGD", "--model.optimizer.lr=1e38"],
-            r"train_loss is \S+ in batch \d of epoch 0: lower the learning rate",
-        ),
-    ],
-    ids=["RLS", "SGD"],
-)
-def test_training_that_diverges_ends_with_the_step_and_the_remedy(arguments, message, conf):
-    with pytest.raises(SystemExit) as end:
-        run_command(lambda: mnist_fnn.main(["fit", "--config", conf("classifier"), *arguments]))
-    assert re.match(f"error: {message}", end.value.code) and len(end.value.code.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--trainer.strategy=foo"], "You selected an invalid strategy name: `strategy='foo'`"),
-        (["--trainer.val_check_interval=1000"], "`val_check_interval` (1000) must be less than or equal"),
-        (["--trainer.barebones=true"], "`Trainer(barebones=True, logger="),
-        (
-            ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=nothing"],
-            "Early stopping conditioned on metric `nothing` which is not available",
-        ),
-        (
-            2 * ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.monitor=some"],
-            "Found more than one stateful callback of type `ModelCheckpoint`",
-        ),
-    ],
-    ids=["strategy", "val_check_interval", "barebones", "EarlyStopping", "ModelCheckpoint"],
-)
-def test_what_lightning_says_of_its_arguments_is_one_message(arguments, message, conf):
-    options = ["--trainer.max_epochs=1", "--trainer.limit_test_batches=0", *arguments]
-    with pytest.raises(SystemExit) as end:
-        run_command(lambda: mnist_fnn.main(["fit", "--config", conf("classifier"), *options]))
-    assert end.value.code.startswith(f"error: {message}") and len(end.value.code.splitlines()) == 1
-
-
-def test_images_of_another_size_are_one_message(conf):
-    with pytest.raises(SystemExit) as end:
-        run_command(lambda: curves_autoencoder.main(["fit", "--config", conf("adam"), "--model.layer_sizes=[100,20]"]))
-    assert end.value.code == ("error: The images have 784 pixels, but layer_sizes begins with 100: begin it with 784")
-
-
-@pytest.mark.parametrize(
-    ("network", "message"),
-    [
-        (["--model.network.layer_sizes=[100,10]"], "mat1 and mat2 shapes cannot be multiplied (20x784 and 100x10)"),
-        (
-            ["--model.network=lightning_struct.models.lenet", "--model.network.size=32"],
-            "unflatten: Provided sizes [1, 32, 32]",
-        ),
-        (
-            ["--model.network=lightning_struct.models.single_hidden_layer", "--model.network.pixels=64"]
-            + ["--model.network.layer=lightning_struct.LowRank", "--model.network.layer.rank=1"],
-            "LowRank takes inputs (..., 64), but the input has shape (20, 784)",
-        ),
-    ],
-    ids=["linear", "convolution", "structured"],
-)
-def test_a_network_that_does_not_fit_the_data_is_one_message(network, message, conf):
-    with pytest.raises(SystemExit) as end:
-        run_command(lambda: mnist_fnn.main(["fit", "--config", conf("classifier"), *network]))
-    assert end.value.code.startswith("error: The network does not fit the data: ") and message in end.value.code
-
-
-def test_a_seed_out_of_range_is_one_message(conf):
-    with pytest.raises(SystemExit) as end:
-        run_command(lambda: mnist_fnn.main(["fit", "--config", conf("classifier"), "--seed_everything=-3"]))
-    assert end.value.code.startswith("error: -3 is not in bounds")
-
-
 class Misled(Classifier):
     """A classifier whose optimizer gets nothing that it could train."""
 
     def configure_optimizers(self):
         return torch.optim.SGD([])
-
-
-def test_what_an_optimizer_says_of_its_parameters_is_one_message_of_any_model(conf):
-    with pytest.raises(SystemExit) as end:
-        run_command(
-            lambda: mnist_fnn.main(["fit", "--config", conf("classifier"), "--model=tests.recipes.test_errors.Misled"])
-        )
-    assert end.value.code == "error: optimizer got an empty parameter list"
 
 
 def test_a_defect_in_a_step_keeps_its_traceback(monkeypatch, conf):
@@ -315,16 +262,13 @@ def test_checkpoint_of_another_model_is_one_error(conf):
 
 def test_results_that_are_a_file_are_one_message(conf):
     Path("results").write_text("not a folder")
-    with pytest.raises(SystemExit) as end:
-        run_command(lambda: mnist_fnn.main(["fit", "--config", conf("classifier")]))
-    assert "results/mnist_fnn" in end.value.code and "A file stands where a folder is needed" in end.value.code
+    message = message_of("--config", conf("classifier"))
+    assert "results/mnist_fnn" in message and "A file stands where a folder is needed" in message
 
 
 def test_missing_extra_is_one_message_that_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
-    with pytest.raises(SystemExit) as end:
-        run_command(lambda: mnist_fnn.main(["fit"]))
-    assert "pip install 'lightning-struct[recipes]'" in end.value.code
+    assert "pip install 'lightning-struct[recipes]'" in message_of()
 
 
 class Interruption(L.Callback):
@@ -354,9 +298,8 @@ def interruptible():
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_interrupted_run_keeps_its_curves_and_says_how_to_resume(number, status, conf, capsys):
     arguments = ["--trainer.callbacks+=tests.recipes.test_errors.Interruption", f"--trainer.callbacks.number={number}"]
-    with pytest.raises(SystemExit) as end:
-        run_command(lambda: mnist_fnn.main(["fit", "--config", conf("classifier"), *arguments]))
+    code = ending(lambda: mnist_fnn.main(["fit", "--config", conf("classifier"), *arguments]))
     run = Path("results/mnist_fnn/version_0")
     resume = f"python -m lightning_struct.recipes.mnist_fnn fit --ckpt_path {run}/checkpoints/last.ckpt"
-    assert end.value.code == status and resume in capsys.readouterr().err
+    assert code == status and resume in capsys.readouterr().err
     assert {"metrics.csv", "training_curves.png"} <= {path.name for path in run.iterdir()}

@@ -1,6 +1,5 @@
-"""The recipes of physics-informed networks, in every shipped way of training them, on few points."""
+"""The recipes of physics-informed networks, on few points."""
 
-from importlib import import_module
 from typing import ClassVar
 
 import lightning as L
@@ -9,44 +8,16 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 
-from lightning_struct.data import Box, Burgers, DifferentialEquation, Faces, Heat, Poisson
-from lightning_struct.models import SHFPhysicsInformedNetwork
-from lightning_struct.recipes.catalogue import config_directory
-
-BLOCKS = {
-    "poisson_pinn": "{interior: 20, boundary: 10}",
-    "heat_pinn": "{interior: 20, boundary: 10, initial: 10}",
-    "burgers_pinn": "{interior: 20, boundary: 10, initial: 10}",
-}
-EQUATIONS = {"poisson_pinn": Poisson, "heat_pinn": Heat, "burgers_pinn": Burgers}
-SHIPPED = [(name, path.stem) for name in BLOCKS for path in sorted(config_directory(name).glob("*.yaml"))]
-QUIET = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
-
-
-def run(name, subcommand, *arguments):
-    few = [f"--data.counts={BLOCKS[name]}", "--data.eval_count=50", "--data.predict_count=25"]
-    return import_module(f"lightning_struct.recipes.{name}").main([subcommand, *arguments, *few, *QUIET])
-
-
-@pytest.mark.parametrize(("name", "way"), SHIPPED)
-def test_shipped_way_of_training_runs(name, way):
-    cli = run(name, "fit", "--config", way, "--trainer.fast_dev_run=2", "--model.hidden_sizes=[6]")
-    assert cli.trainer.global_step == 2 and cli.model.dtype == torch.float64
-    assert isinstance(cli.model.equation, EQUATIONS[name]) and cli.model.equation is cli.datamodule.equation
-    assert isinstance(cli.model, SHFPhysicsInformedNetwork) == (way not in ("adam", "lbfgs"))
-    assert cli.datamodule.redraw_every_n_steps == (None if way == "lbfgs" else 5)
+from lightning_struct.data import Box, DifferentialEquation, Faces, Poisson
+from lightning_struct.recipes import heat_pinn, poisson_pinn
+from tests.recipes.little import LITTLE, QUIET, run
 
 
 @pytest.fixture(scope="module")
 def finished(finish):
-    arguments = [
-        "fit",
-        "--data.counts={interior: 60, boundary: 30}",
-        "--data.eval_count=200",
-        "--model.hidden_sizes=[10]",
-    ]
-    options = ["--data.steps_per_epoch=20", "--trainer.max_epochs=2", *QUIET]
-    return finish(import_module("lightning_struct.recipes.poisson_pinn").main, [*arguments, *options])
+    points = ["--data.counts={interior: 60, boundary: 30}", "--data.eval_count=200", "--data.steps_per_epoch=20"]
+    arguments = ["fit", *points, "--model.hidden_sizes=[10]", "--trainer.max_epochs=2", *QUIET]
+    return finish(poisson_pinn.main, arguments)
 
 
 def test_fit_reports_the_error_and_draws_the_solution(finished):
@@ -68,8 +39,7 @@ class Unsolved(DifferentialEquation):
 
 @pytest.mark.usefixtures("without_pictures")
 def test_fit_of_an_equation_without_a_known_solution_reports_the_loss(capsys):
-    few = ["--data.steps_per_epoch=2", "--trainer.max_epochs=1", "--model.hidden_sizes=[6]"]
-    run("poisson_pinn", "fit", "--config", "adam", f"--data.equation={__name__}.Unsolved", *few)
+    run("poisson_pinn", "fit", "--config", "adam", f"--data.equation={__name__}.Unsolved", "--trainer.max_epochs=1")
     printed = capsys.readouterr().out
     assert "Σ ½ mean r²" in printed and "relative L² error" not in printed and "best checkpoint" in printed
 
@@ -81,9 +51,7 @@ def test_few_steps_of_shf_solve_the_equation(finished):
 def test_predict_writes_the_field(finished, monkeypatch):
     monkeypatch.chdir(finished.directory)
     checkpoint = next(finished.directory.rglob("last.ckpt"))
-    cli = import_module("lightning_struct.recipes.poisson_pinn").main(
-        ["predict", "--ckpt_path", str(checkpoint), "--data.predict_count=25", *QUIET]
-    )
+    cli = poisson_pinn.main(["predict", "--ckpt_path", str(checkpoint), "--data.predict_count=25", *QUIET])
     (written,) = finished.directory.rglob("field.pt")
     field = torch.load(written)["field"]
     assert field.shape == (25, 3)  # x, y, u
@@ -107,16 +75,11 @@ class BarOfTwoDigits(RichProgressBar):
 
 @pytest.mark.parametrize(
     ("options", "shown"),
-    [
-        ([], "small: 1.25e-08"),
-        ([f"--trainer.callbacks+={__name__}.BarOfTwoDigits"], "small: 1.2e-08"),
-    ],
+    [([], "small: 1.25e-08"), ([f"--trainer.callbacks+={__name__}.BarOfTwoDigits"], "small: 1.2e-08")],
     ids=["default", "named"],
 )
 def test_progress_bar_shows_small_values_and_keeps_a_format_that_is_named(options, shown, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
-    few = [f"--data.counts={BLOCKS['heat_pinn']}", "--data.eval_count=50", "--model.hidden_sizes=[6]"]
     callback = f"--trainer.callbacks+={__name__}.SmallValue"
-    arguments = ["fit", "--config", "adam", "--trainer.fast_dev_run=2", callback, *options, *few]
-    import_module("lightning_struct.recipes.heat_pinn").main(arguments)
+    heat_pinn.main(["fit", "--config", "adam", "--trainer.fast_dev_run=2", callback, *options, *LITTLE["heat_pinn"]])
     assert shown in capsys.readouterr().out

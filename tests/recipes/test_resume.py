@@ -12,44 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.recipes.catalogue import RECIPES, config_names
 from lightning_struct.recipes.checkpoints import CONFIG_IN_CHECKPOINT, compare_optimizers, keep_what_is_there
+from tests.recipes.little import LITTLE, QUIET, synthetic
 
-SAMPLES = ["--data.train_size=40", "--data.val_size=10", "--data.test_size=10", "--data.batch_size=10"]
-POINTS = [
-    "--model.hidden_sizes=[5]",
-    "--data.steps_per_epoch=3",
-    "--data.eval_count=5",
-    "--data.redraw_every_n_steps=2",
-]
-LITTLE = {
-    "curves_autoencoder": [*SAMPLES, "--model.layer_sizes=[784,8,3]"],
-    "mnist_autoencoder": [*SAMPLES, "--model.layer_sizes=[784,8,3]"],
-    "usps_autoencoder": [*SAMPLES, "--model.layer_sizes=[256,8,3]"],
-    "mnist_fnn": [*SAMPLES, "--model.network.layer_sizes=[784,8,10]"],
-    "cifar_cnn": [*SAMPLES, "--model.network.channels=2", "--model.network.hidden=8"],
-    "imdb_lstm": [
-        *SAMPLES,
-        "--model.network.vocabulary_size=50",
-        "--model.network.embedding_size=4",
-        "--model.network.hidden_size=6",
-        "--data.vocabulary_size=50",
-        "--data.max_length=12",
-    ],
-    "structured_image": ["--data.train_size=40", "--data.test_size=10", "--data.batch_size=10"],
-    "structured_conv": ["--data.train_size=4", "--data.val_size=2", "--data.test_size=2", "--data.batch_size=2"],
-    "wikitext_lstm": [
-        "--model.hidden_size=8",
-        "--model.embedding_size=8",
-        "--data.synthetic_vocabulary=30",
-        "--data.train_size=3000",
-        "--data.val_size=400",
-        "--data.test_size=400",
-    ],
-    "compress_network": SAMPLES,
-    "poisson_pinn": [*POINTS, "--data.counts={interior: 12, boundary: 6}"],
-    "heat_pinn": [*POINTS, "--data.counts={interior: 12, boundary: 6, initial: 6}"],
-    "burgers_pinn": [*POINTS, "--data.counts={interior: 12, boundary: 6, initial: 6}"],
-}
-QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
 ALIKE = ("mnist_autoencoder", "usps_autoencoder", "heat_pinn", "burgers_pinn")  # others are the same but for the data
 CASES = [
     *((recipe, None) for recipe in RECIPES if recipe not in ALIKE),
@@ -194,8 +158,7 @@ def test_a_checkpoint_of_another_recipe_is_refused_by_name():
 @pytest.mark.parametrize(("recipe", "config"), CASES)
 def test_resumed_run_ends_where_the_uninterrupted_one_ends(recipe, config):
     named = [] if config is None else ["--config", config]
-    synthetic = [] if recipe.endswith("_pinn") else ["--data.synthetic=true"]
-    whole = run(recipe, *named, *LITTLE[recipe], *QUIET, *synthetic, "--trainer.max_epochs=2", *KEEP_ALL)
+    whole = run(recipe, *named, *LITTLE[recipe], *QUIET, *synthetic(recipe), "--trainer.max_epochs=2", *KEEP_ALL)
     first = f"results/{recipe}/version_0/checkpoints/epoch=0.ckpt"
     resumed = run(recipe, "--ckpt_path", first)
     assert resumed.trainer.global_step == whole.trainer.global_step

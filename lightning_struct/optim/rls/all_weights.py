@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,14 @@ from lightning_struct.optim.memory import check_memory
 from lightning_struct.optim.rls.gain_limit import largest_gains
 from lightning_struct.optim.rls.weights import TrainedWeight
 
-# The states of weights by their names, of those that have one.
-States: TypeAlias = Mapping[str, Mapping[str, Any]]
 # Attribute of a gradient: its version when a step was made with it.
 _STEPPED = "version_stepped_by_rls"
 # The error of RLS.exact under torch.distributed.
 ROWS_OF_PROCESSES = "RLS.exact reads every row in one process, and there are several: train in one, or use RLS(...)"
 
 
-def mean_inputs(weights: Iterable[TrainedWeight], states: States) -> dict[TrainedWeight, Tensor]:
-    """x̄ of the weights that the step changes: their layers were called, and a gradient came back.
+def mean_inputs(weights: Iterable[TrainedWeight], step: int) -> dict[TrainedWeight, Tensor]:
+    """x̄ of the weights that the step of this number changes: their layers were called, and a gradient came back.
 
     Raises:
         ValueError: there is a gradient, but nothing was read.
@@ -42,7 +40,7 @@ def mean_inputs(weights: Iterable[TrainedWeight], states: States) -> dict[Traine
         # Gradients may be filled with zeros without a call, and Lightning's SWA steps once without a backward pass.
         elif not of_last_step and any(gradient.any() for gradient in gradients):
             raise ValueError(
-                f"RLS step {_coming_step([weight], states)}: {weight.name} has a gradient, but its layer was not seen "
+                f"RLS step {step}: {weight.name} has a gradient, but its layer was not seen "
                 "to read anything since the last step. Either its weight is used without calling the layer, or the "
                 "gradient does not come from backward(), but from torch.autograd.grad or torch.func, or a compiled "
                 "module was called before RLS was made, or the hooks were removed: call the layer, call backward(), "
@@ -51,20 +49,19 @@ def mean_inputs(weights: Iterable[TrainedWeight], states: States) -> dict[Traine
     return means
 
 
-def mark_as_stepped(gradients: Iterable[Tensor]) -> None:
-    """Note that a step was made with these gradients, for a next step before anybody writes to them."""
-    for gradient in gradients:
-        setattr(gradient, _STEPPED, gradient._version)
+def mark_as_stepped(gradient: Tensor) -> None:
+    """Note that a step was made with this gradient, for a next step before anybody writes to it."""
+    setattr(gradient, _STEPPED, gradient._version)
 
 
-def check_finite(module: nn.Module, norms: StepNorms, means: Mapping[TrainedWeight, Tensor], states: States) -> None:
+def check_finite(module: nn.Module, norms: StepNorms, means: Mapping[TrainedWeight, Tensor], step: int) -> None:
     """Raise where anything that the step reads is not finite.
 
     Args:
         module: all of it.
         norms: of the step.
         means: of :func:`mean_inputs`.
-        states: of the weights.
+        step: the number of the step, from 1 on.
 
     Raises:
         NotFinite: NaN or infinity in gradients or x̄; named are the step and where it is.
@@ -75,14 +72,10 @@ def check_finite(module: nn.Module, norms: StepNorms, means: Mapping[TrainedWeig
     wrong = [f"the gradient of {n}" for p, n in names.items() if p.grad is not None and not p.grad.isfinite().all()]
     wrong += [f"the inputs of {weight.name}" for weight, mean in means.items() if not mean.isfinite().all()]
     raise NotFinite(
-        f"RLS step {_coming_step(means, states)}: NaN or infinity in {', '.join(wrong) or 'the norm of the gradients'};"
+        f"RLS step {step}: NaN or infinity in {', '.join(wrong) or 'the norm of the gradients'};"
         " no weight and no P was changed. Look at the loss and the data of this batch; lower lr, and where max_gain is "
         "None set max_grad_norm"
     )
-
-
-def _coming_step(weights: Iterable[TrainedWeight], states: States) -> int:
-    return 1 + max((states.get(weight.name, {}).get("steps", 0) for weight in weights), default=0)
 
 
 def gains_to_limit(states: Mapping[TrainedWeight, dict[str, Any]], max_gain: float) -> dict[TrainedWeight, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_struct.functional.layers.registry import plain_name
-from lightning_struct.optim.requirements import WEIGHTS_ALONE, refuse_replaced, state_without_hooks
+from lightning_struct.optim.requirements import refuse_replaced, state_without_hooks
 from lightning_struct.optim.rls.recorder import InputRecorder, WeakHook
 from lightning_struct.optim.rls.settings import Settings
 from lightning_struct.optim.rls.weights import TrainedWeight
@@ -142,8 +142,8 @@ class OptimizerWithAuxiliary(torch.optim.Optimizer):
     def _share_groups(self) -> dict[TrainedWeight, Group]:
         """The group of each weight; the others become the auxiliary optimizer's: whoever changes one changes both."""
         if self.auxiliary is not None:
-            self.auxiliary.param_groups = [group for group in self.param_groups if not _is_own(group)]
-        of_parameter = {p: group for group in self.param_groups if _is_own(group) for p in group["params"]}
+            self.auxiliary.param_groups = [group for group in self.param_groups if not is_own(group)]
+        of_parameter = {p: group for group in self.param_groups if is_own(group) for p in group["params"]}
         # Groups may have been put in their place, as Lightning's BaseFinetuning does when a run is resumed.
         weights = self._recorder.weights
         if missing := of_parameter.keys() - {parameter for weight in weights for parameter in weight.parameters}:
@@ -171,18 +171,6 @@ class OptimizerWithAuxiliary(torch.optim.Optimizer):
             self._take_in_unfrozen()
             self._give_to_auxiliary({n: p for n, p in rest.items() if p.requires_grad})
 
-    def _check_groups(self, saved: list[Group]) -> None:
-        """Raise where groups of a state do not stand for these.
-
-        Raises:
-            ValueError: see above.
-        """
-        if list(map(_is_own, saved)) != list(map(_is_own, self.param_groups)):
-            raise ValueError(
-                "the state is of another optimizer than RLS, or of one with other groups: load it into an RLS that is "
-                f"made as the one that was saved, with the groups that were added since. {WEIGHTS_ALONE}"
-            )
-
     def _check_parameters(self) -> None:
         """Raise where layers have other weights by now.
 
@@ -194,7 +182,7 @@ class OptimizerWithAuxiliary(torch.optim.Optimizer):
 
     def _group_of(self, scale: float) -> Group:
         """The group of an η, which is added where there is none."""
-        group = next((g for g in self.param_groups if _is_own(g) and g["gradient_scale"] == scale), None)
+        group = next((g for g in self.param_groups if is_own(g) and g["gradient_scale"] == scale), None)
         if group is None:
             group = {**self.defaults, "gradient_scale": scale, "params": []}
             self.param_groups.append(group)
@@ -253,5 +241,6 @@ def _members(groups: list[Group]) -> set[nn.Parameter]:
     return {parameter for group in groups for parameter in group["params"]}
 
 
-def _is_own(group: Group) -> bool:
+def is_own(group: Group) -> bool:
+    """Whether a group is one of RLS, not of the auxiliary optimizer."""
     return "ratio" in group

@@ -1,12 +1,12 @@
-"""Readers of layers: the rows that one call of a layer multiplied by each of the weights that RLS trains."""
+"""Layers that RLS trains, and their readers: the rows that one call multiplied by each of the trained weights."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from lightning_struct.functional.layers.calls import LayerCall
 from lightning_struct.functional.layers.kinds import Matrix
 from lightning_struct.functional.layers.per_sample.inner_calls import RecordedCalls, rows_used
-from lightning_struct.functional.layers.registry import base_call, kind_of
+from lightning_struct.functional.layers.registry import (
+    base_call,
+    excluded_modules,
+    hidden_layers,
+    is_affine,
+    kind_of,
+    plain_named_modules,
+)
+from lightning_struct.optim.requirements import refuse_lazy
 from lightning_struct.optim.rls.gain_limit import sample_rows, sample_size
 from lightning_struct.optim.rls.patches import batch_sum, patch_sample, patch_sum
 from lightning_struct.optim.rls.recurrent import (
@@ -29,8 +37,6 @@ from lightning_struct.optim.rls.recurrent import (
 from lightning_struct.optim.rls.statistics import Use
 from lightning_struct.optim.rls.weights import TrainedWeight
 
-# By the name of the weight below its layer, of those that RLS trains.
-TrainedWeights: TypeAlias = Mapping[str, TrainedWeight]
 Uses: TypeAlias = list[tuple[TrainedWeight, Use]]
 
 
@@ -39,24 +45,42 @@ class LayerReader:
     """The way in which RLS sees what the layers of one kind multiply.
 
     Attributes:
-        read: the uses of the trained weights in one call; the last argument is what ``watch`` made.
+        read: the uses of the trained weights in one call of a layer; the last argument is what ``watch`` made.
         watch: what a call must be made under for ``read`` to see everything; it may make None.
     """
 
-    read: Callable[[LayerCall, TrainedWeights, Any], Uses]
+    read: Callable[[LayerCall, TrainedLayer, Any], Uses]
     watch: Callable[[Any], AbstractContextManager[Any] | None] | None = None
+
+
+class TrainedLayer(NamedTuple):
+    """A layer that RLS trains.
+
+    Attributes:
+        name: its name below the module.
+        reader: of its calls.
+        matrices: that it multiplies by.
+        weights: those that are trained, by their names below the layer.
+    """
+
+    name: str
+    reader: LayerReader
+    matrices: Sequence[Matrix]
+    weights: dict[str, TrainedWeight]
+
+    def is_complete(self) -> bool:
+        """Whether all its weights are trained."""
+        return len(self.weights) == len(self.matrices)
+
+    def name_of(self, matrix: Matrix) -> str:
+        """Name of a weight below the module."""
+        return f"{self.name}.{matrix.weight}" if self.name else matrix.weight
 
 
 def layer_reader(layer: nn.Module) -> LayerReader | None:
     """The reader of a layer; None for a layer that RLS does not train."""
     kind = kind_of(layer)
     return None if kind is None or kind.base is None else _READERS.get(kind.base)
-
-
-def _matrices(layer: nn.Module) -> Sequence[Matrix]:
-    kind = kind_of(layer)
-    assert kind is not None
-    return kind.matrices(layer)
 
 
 def _bias(weight: TrainedWeight, layer: nn.Module, name: str | None) -> int | None:
@@ -81,16 +105,16 @@ def _use(weight: TrainedWeight, inputs: Tensor, bias: int | None, sequences: int
     )  # fmt: skip
 
 
-def _read_affine(call: LayerCall, weights: TrainedWeights, watched: None) -> Uses:
-    (matrix,) = _matrices(call.layer)
-    weight = weights[matrix.weight]
+def _read_affine(call: LayerCall, layer: TrainedLayer, watched: None) -> Uses:
+    (matrix,) = layer.matrices
+    weight = layer.weights[matrix.weight]
     if not call.input.numel():
         return []
     return [(weight, _use(weight, call.input, _bias(weight, call.layer, matrix.bias)))]
 
 
-def _read_convolution(call: LayerCall, weights: TrainedWeights, watched: None) -> Uses:
-    weight = weights["weight"]
+def _read_convolution(call: LayerCall, layer: TrainedLayer, watched: None) -> Uses:
+    weight = layer.weights["weight"]
     if not call.outputs.numel():
         return []
     positions = call.outputs.shape[-len(call.layer.kernel_size) :]
@@ -103,19 +127,19 @@ def _read_convolution(call: LayerCall, weights: TrainedWeights, watched: None) -
     return [(weight, Use(total, (rows,) * call.layer.groups, bias=bias, sample=sample, positions=True))]
 
 
-def _read_recurrent(call: LayerCall, weights: TrainedWeights, watched: LevelByLevel | None) -> Uses:
+def _read_recurrent(call: LayerCall, layer: TrainedLayer, watched: LevelByLevel | None) -> Uses:
     uses: Uses = []
     for run in kernel_runs(call, watched):
         steps, sequences, read = recurrent_rows(call.layer, run)
         for name, total, rows in read if steps else ():
-            if (weight := weights.get(f"weight_{name}")) is not None:
+            if (weight := layer.weights.get(f"weight_{name}")) is not None:
                 bias = _bias(weight, call.layer, f"bias_{name}")
                 sample = weight.sample(_rows(rows, weight.features))
                 uses.append((weight, Use(total[None], (steps,), sequences, bias, sample=sample)))
     return uses
 
 
-def _read_cell(call: LayerCall, weights: TrainedWeights, watched: None) -> Uses:
+def _read_cell(call: LayerCall, layer: TrainedLayer, watched: None) -> Uses:
     call = base_call(call)
     states = cell_states(call)
     sequences = 0 if goes_on(call.layer, states) else call.input.numel() // call.layer.input_size
@@ -123,13 +147,13 @@ def _read_cell(call: LayerCall, weights: TrainedWeights, watched: None) -> Uses:
     return [
         (weight, _use(weight, read, _bias(weight, call.layer, f"bias_{kind}"), sequences))
         for kind, read in (("ih", call.input), ("hh", states[0].detach()))
-        if (weight := weights.get(f"weight_{kind}")) is not None and read.numel()
+        if (weight := layer.weights.get(f"weight_{kind}")) is not None and read.numel()
     ]
 
 
-def _read_attention(call: LayerCall, weights: TrainedWeights, watched: RecordedCalls) -> Uses:
+def _read_attention(call: LayerCall, layer: TrainedLayer, watched: RecordedCalls) -> Uses:
     """Uses from the calls that the layer makes of ``linear``; dropout of the attention is in what they read."""
-    bias_of = {matrix.weight: matrix.bias for matrix in _matrices(call.layer)}
+    weights, bias_of = layer.weights, {matrix.weight: matrix.bias for matrix in layer.matrices}
     read: dict[str, dict[int, Tensor]] = defaultdict(dict)
     parameters = {name: weight.parameter for name, weight in weights.items()}
     for made in watched.calls:
@@ -168,3 +192,50 @@ _READERS: dict[type[nn.Module], LayerReader] = {
     **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), LayerReader(_read_cell)),
     nn.MultiheadAttention: LayerReader(_read_attention, _watch_attention),
 }
+
+
+def layers_to_train(module: nn.Module, excluded: set[nn.Module]) -> dict[nn.Module, TrainedLayer]:
+    """The layers that RLS trains; no weight is trained yet.
+
+    Raises:
+        ValueError: a parameter has no shape yet.
+    """
+    refuse_lazy(dict(module.named_parameters()), "RLS")
+    layers, left_out = {}, excluded | hidden_layers(module)
+    for name, layer in plain_named_modules(module):
+        kind, reader = kind_of(layer), layer_reader(layer)
+        if kind is not None and reader is not None and layer not in left_out:
+            layers[layer] = TrainedLayer(name, reader, kind.matrices(layer), {})
+    return layers
+
+
+def modules_beside(module: nn.Module, layer: nn.Module) -> list[nn.Module]:
+    """All modules of ``module`` but the layer and those that contain it."""
+    by_name = dict(module.named_modules(remove_duplicate=False))
+    parts_of_names = [name.split(".") for name, found in by_name.items() if found is layer]
+    names = {".".join(parts[:i]) for parts in parts_of_names for i in range(len(parts) + 1)}
+    containing = {by_name[name] for name in names}
+    return [found for found in module.modules() if found not in containing]
+
+
+def linear_layer(module: nn.Module, layer: str | nn.Module | None) -> nn.Module:
+    """The linear layer that is named or given; with None that of a module that has no other layer for RLS.
+
+    Raises:
+        ValueError: it is none that RLS trains; or there are none, or several, to choose from.
+    """
+    layers = {trained.name: layer for layer, trained in layers_to_train(module, set()).items()}
+    if layer is not None:
+        (chosen, *below) = excluded_modules(module, [layer], "layer")
+        if below or chosen not in layers.values() or not is_affine(chosen):
+            raise ValueError(f"layer has {layer!r}, which is no linear layer that RLS trains")
+        return chosen
+    linear = [known for known in layers.values() if is_affine(known)]
+    if not linear:
+        raise ValueError(f"RLS.exact trains one linear layer, and {type(module).__name__} has none")
+    if len(layers) > 1:
+        raise ValueError(
+            f"RLS.exact trains one linear layer, and {type(module).__name__} has the layers {', '.join(layers)}: name "
+            "the one whose outputs are compared with the targets, layer='head' or the like"
+        )
+    return linear[0]

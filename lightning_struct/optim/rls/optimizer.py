@@ -12,7 +12,7 @@ from torch import nn
 from lightning_struct.collective import world_size
 from lightning_struct.functional.layers.registry import excluded_modules
 from lightning_struct.optim.memory import bytes_as_text, table
-from lightning_struct.optim.requirements import check_module, refuse_distributed_tensors
+from lightning_struct.optim.requirements import WEIGHTS_ALONE, check_module, refuse_distributed_tensors
 from lightning_struct.optim.rls.all_weights import (
     ROWS_OF_PROCESSES,
     check_finite,
@@ -24,9 +24,9 @@ from lightning_struct.optim.rls.all_weights import (
     step_norms,
 )
 from lightning_struct.optim.rls.gain_limit import SINGLE
-from lightning_struct.optim.rls.groups import AuxiliaryFactory, OptimizerWithAuxiliary
+from lightning_struct.optim.rls.groups import AuxiliaryFactory, OptimizerWithAuxiliary, is_own
+from lightning_struct.optim.rls.layers import layers_to_train, linear_layer, modules_beside
 from lightning_struct.optim.rls.recorder import InputRecorder, without_autocast
-from lightning_struct.optim.rls.selection import layers_to_train, linear_layer, modules_beside
 from lightning_struct.optim.rls.settings import (
     LARGEST_FULL,
     FormName,
@@ -147,7 +147,7 @@ class RLS(OptimizerWithAuxiliary):
         left_alone = {parameter for below in excluded for parameter in below.parameters(recurse=False)}
         super().__init__(module, left_alone, recorder, settings, auxiliary)
         text = f"RLS takes {self._memory()} for P; weights that it trains: {len(self._weights)}"
-        if form is None and (low_rank := [weight.form_name for weight in self._weights].count("low_rank")):
+        if form is None and (low_rank := [weight.blank.form for weight in self._weights].count("low_rank")):
             text += (
                 f"; {low_rank} with more than {LARGEST_FULL:,} inputs have the low-rank form (form='full' for the "
                 "exact one)"
@@ -216,8 +216,9 @@ class RLS(OptimizerWithAuxiliary):
         """Table of the trained weights, with the form and size of P and the memory that it takes."""
         rows = [("weight", "form", "P", "memory")]
         for weight in self._weights:
-            size = " x ".join(map(str, weight.shape[weight.shape[0] == 1 :]))
-            rows.append((weight.name, weight.form_name, size, bytes_as_text(weight.memory)))
+            shape = weight.blank.main[1].shape
+            size = " x ".join(map(str, shape[shape[0] == 1 :]))
+            rows.append((weight.name, weight.blank.form, size, bytes_as_text(weight.memory)))
         return table([*rows, ("total", "", "", self._memory())])
 
     def remove_hooks(self) -> None:
@@ -276,28 +277,29 @@ class RLS(OptimizerWithAuxiliary):
         if world_size() > 1:
             reduce_statistics(self._weights)
         states = self.state.get("rls", {})  # type: ignore[call-overload]
-        means = mean_inputs(group_of, states)
+        number = 1 + max((state["steps"] for state in states.values()), default=0)
+        means = mean_inputs(group_of, number)
         if not means:
             self._check_parameters()
         norms = step_norms(_parameters(self.param_groups), means)
-        check_finite(self.module, norms, means, states)
+        check_finite(self.module, norms, means, number)
         of_weights = {weight: self._state_of(weight) for weight in means}
-        clip, gains = norms.clip_coefficient(self.settings.max_grad_norm), {}
-        bounds = StepBounds(clip, max_gain=None, weights=len(means), change=False)
-        if (max_gain := self.settings.max_gain) is not None:
-            # A module that is one layer, and has read one row of each sample: its steps are those of regression.
-            is_regression = len(means) == 1 and all(
-                not w.statistics.positions and {*self.module.parameters()} <= {*w.parameters} for w in means
-            )
+        clip, max_gain = norms.clip_coefficient(self.settings.max_grad_norm), self.settings.max_gain
+        # A module that is one layer, and has read one row of each sample: its steps are those of regression.
+        is_regression = len(means) == 1 and all(
+            not w.statistics.positions and {*self.module.parameters()} <= {*w.parameters} for w in means
+        )
+        if max_gain is not None:
             max_gain *= SINGLE if is_regression else 1.0
-            bounds = bounds._replace(max_gain=max_gain, change=not is_regression)
-            gains = gains_to_limit(of_weights, max_gain)
+        gains = {} if max_gain is None else gains_to_limit(of_weights, max_gain)
         for weight, mean in means.items():
-            weight.step_(
-                of_weights[weight], mean, group_of[weight], bounds, gains.get(weight),
-                norms.thetas[weight], norms.gradient_of(weight),
-            )  # fmt: skip
-        mark_as_stepped(p.grad for weight in means for p in weight.parameters if p.grad is not None)
+            bounds = StepBounds(clip, max_gain, len(means), gains.get(weight))
+            if max_gain is not None and not is_regression:
+                bounds = bounds._replace(norms=(norms.thetas[weight], norms.gradient_of(weight)))
+            weight.step_(of_weights[weight], mean, group_of[weight], bounds)
+            for parameter in weight.parameters:
+                if parameter.grad is not None:
+                    mark_as_stepped(parameter.grad)
         for weight in self._weights:
             weight.end_step()
         return clip
@@ -351,7 +353,11 @@ class RLS(OptimizerWithAuxiliary):
                 f"the state is of an RLS that trains {unknown}, which this one does not: make it with the same layers "
                 "excluded, and unfreeze before what was unfrozen"
             )
-        self._check_groups(state_dict["param_groups"])
+        if list(map(is_own, state_dict["param_groups"])) != list(map(is_own, self.param_groups)):
+            raise ValueError(
+                "the state is of another optimizer than RLS, or of one with other groups: load it into an RLS that is "
+                f"made as the one that was saved, with the groups that were added since. {WEIGHTS_ALONE}"
+            )
         if ("auxiliary" in state_dict) != (self.auxiliary is not None):
             raise ValueError(
                 "the state is of an RLS with an auxiliary optimizer, and this one has none, or the reverse"

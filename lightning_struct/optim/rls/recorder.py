@@ -17,7 +17,7 @@ from lightning_struct.functional.layers.kinds import Matrix
 from lightning_struct.functional.torch_tools import current_backward, is_functorch_wrapped_tensor
 from lightning_struct.optim.requirements import LOWER_PRECISION
 from lightning_struct.optim.rls.all_weights import check_inverses_fit
-from lightning_struct.optim.rls.selection import TrainedLayer
+from lightning_struct.optim.rls.layers import TrainedLayer
 from lightning_struct.optim.rls.settings import Settings
 from lightning_struct.optim.rls.statistics import Arrival
 from lightning_struct.optim.rls.weights import Bias, TrainedWeight
@@ -181,7 +181,7 @@ class InputRecorder:
         if any(map(is_functorch_wrapped_tensor, tensors)):
             return  # within torch.func, whose derivatives do not add to gradients
         with torch.no_grad(), without_autocast(tensors[0].device.type):
-            uses = trained.reader.read(LayerCall(layer, args, kwargs, outputs), trained.weights, watched)
+            uses = trained.reader.read(LayerCall(layer, args, kwargs, outputs), trained, watched)
         self._watch_gradients([weight for weight, _ in uses])  # which may have been frozen before
 
         alone, training = len(tensors) == 1, layer.training  # the hook must not hold the tensors that hold it

@@ -50,19 +50,22 @@ class Bias(NamedTuple):
 
 
 class StepBounds(NamedTuple):
-    """Numbers that the steps of all weights share.
+    """Bounds on the step of one weight; see :mod:`.gain_limit`.
 
     Attributes:
         clip: the coefficient of clipping.
-        max_gain: c, or the part of it that counts; None: the steps are not bounded.
+        max_gain: c, or the part of it that counts; None: the gain is not bounded.
         weights: how many step together.
-        change: whether the norm of each step is bounded, too.
+        largest_gain: (groups,), the largest eigenvalue of G; None if it is small for sure.
+        norms: of the weight and its biases together, and of their gradients, if the norm of the step is bounded; biases
+            that are part of a parameter count as the whole of it in the latter.
     """
 
     clip: float
     max_gain: float | None
     weights: int
-    change: bool
+    largest_gain: Tensor | None = None
+    norms: tuple[float, float] | None = None
 
 
 class TrainedWeight:
@@ -105,7 +108,7 @@ class TrainedWeight:
             self.biases.append(bias)
             self.parameters = list(dict.fromkeys([self.parameter, *(bias.parameter for bias in self.biases)]))
             self.end_step()
-            self.__dict__.pop("_blank", None)  # which had one input less
+            self.__dict__.pop("blank", None)  # which had one input less
 
     @property
     def size(self) -> int:
@@ -115,17 +118,7 @@ class TrainedWeight:
     @property
     def memory(self) -> int:
         """Bytes of P, or of the numbers that stand for it."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def form_name(self) -> str:
-        """``"full"``, ``"low_rank"`` or ``"rank1"``."""
-        return self._blank.form
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of P, of its root or factors, or of the mean of its inputs."""
-        return tuple(self._blank.main[1].shape)
+        return self.blank.main[1].numel() * self.dtype.itemsize
 
     @property
     def dtype(self) -> torch.dtype:
@@ -147,7 +140,7 @@ class TrainedWeight:
         the device, and the gradients of DDP are those of all processes.
         """
         return (
-            self._blank.is_dense
+            self.blank.is_dense
             and self.users == self.groups == 1
             and len(inputs) < self.most_rows
             and inputs.dtype == self.parameter.dtype == self.dtype
@@ -218,7 +211,7 @@ class TrainedWeight:
         return self.form.identity(self.groups, self.size, like, self.settings.forgetting)
 
     @cached_property
-    def _blank(self) -> InverseAutocorrelation:
+    def blank(self) -> InverseAutocorrelation:
         """P on the device "meta": shapes without numbers."""
         return self._identity(torch.empty((), device="meta"))
 
@@ -228,7 +221,7 @@ class TrainedWeight:
 
     def holds(self, state: Mapping[str, Any]) -> bool:
         """Whether a state is on the device of the weight and in the precision of its step."""
-        tensor = state[self._blank.main[0]]
+        tensor = state[self.blank.main[0]]
         return tensor.dtype == self.dtype and tensor.device == self.parameter.device
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -237,13 +230,13 @@ class TrainedWeight:
         Raises:
             ValueError: it is not.
         """
-        name, form, forgetting = self._blank.main[0], self._blank.form, self.settings.forgetting
+        (name, P), form, forgetting = self.blank.main, self.blank.form, self.settings.forgetting
         if name not in state:
             raise ValueError(
                 f"the state of {self.name} is of another form of P than {form!r} with forgetting={forgetting}"
             )
-        if (shape := tuple(state[name].shape)) != self.shape:
-            raise ValueError(f"the state of {self.name} has P of shape {shape}, expected {self.shape}")
+        if (shape := state[name].shape) != P.shape:
+            raise ValueError(f"the state of {self.name} has P of shape {tuple(shape)}, expected {tuple(P.shape)}")
 
     def converted(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of a state, with its tensors on the device of the weight, in the dtype of its step."""
@@ -262,18 +255,9 @@ class TrainedWeight:
         sample = joined_samples(statistics.samples) if statistics.samples else Sample(direction[:, None][:, :0], 1.0)
         represented = sum(sample.share * sample.rows.shape[1] for sample in statistics.samples)
         scale = statistics.uses / statistics.counts[0] * (1 + statistics.unsampled / max(represented, 1.0))
-        return Gain(self._blank.with_state(state), sample.rows, sample.share * scale, direction, first)
+        return Gain(self.blank.with_state(state), sample.rows, sample.share * scale, direction, first)
 
-    def step_(
-        self,
-        state: dict[str, Any],
-        mean: Tensor,
-        group: Mapping[str, Any],
-        bounds: StepBounds,
-        largest_gain: Tensor | None,
-        theta_norm: float,
-        gradient_norm: float,
-    ) -> None:
+    def step_(self, state: dict[str, Any], mean: Tensor, group: Mapping[str, Any], bounds: StepBounds) -> None:
         """θ ← (1 - lr·δ) θ + ω with ω ← αω - lr (η/h) P ∇, then P ← its update, then θ ← θ - γ P sgn(θ).
 
         Args:
@@ -281,12 +265,9 @@ class TrainedWeight:
             mean: x̄, (groups, d).
             group: that of the weight, with the options ``ratio`` k, ``gradient_scale`` η, ``lr``, by which the step is
                 multiplied, bounded or not, ``momentum`` α, ``l1`` γ and ``weight_decay`` δ.
-            bounds: of the step; see :mod:`.gain_limit`.
-            largest_gain: (groups,), the largest eigenvalue of G; None if it is small for sure.
-            theta_norm: of the weight and its biases together.
-            gradient_norm: of their gradients; biases that are part of a parameter count as the whole of it.
+            bounds: of the step.
         """
-        P, kT = self._blank.with_state(state), group["ratio"] * self.statistics.steps
+        P, kT = self.blank.with_state(state), group["ratio"] * self.statistics.steps
         scale, lr, momentum = group["gradient_scale"], float(group["lr"]), group["momentum"]  # lr may be a tensor
         if self.form.by_rows:
             P = self.update_by_rows_(P, group["ratio"])
@@ -297,8 +278,8 @@ class TrainedWeight:
             h = gain(mean, u, kT, P.forgetting)  # h = λ + kT x̄ᵀu: (55)
         together = bounds.max_gain is not None and bounds.weights > 1
         rate = h.reciprocal().mul_(scale * (lr * bounds.clip * (TOGETHER if together else 1.0)))  # η/h
-        if largest_gain is not None and bounds.max_gain is not None:
-            rate.mul_(limit_coefficient(largest_gain, bounds.max_gain, bounds.weights, h, scale))
+        if bounds.largest_gain is not None and bounds.max_gain is not None:
+            rate.mul_(limit_coefficient(bounds.largest_gain, bounds.max_gain, bounds.weights, h, scale))
 
         theta = self._theta()
         kept = 1 - lr * group["weight_decay"]
@@ -306,7 +287,8 @@ class TrainedWeight:
             for part in theta:
                 part.mul_(kept)
         most = None
-        if bounds.change:
+        if bounds.norms is not None:
+            theta_norm, gradient_norm = bounds.norms
             first_norm = math.sqrt(self.groups * self.outputs / 3)  # of a weight of this shape as nn.Linear draws it
             most = (1 - momentum) * lr * LARGEST_CHANGE * max(kept * theta_norm, first_norm)
             # Unless it forgets, P <= I. Looking at the rate waits for devices other than a CPU.

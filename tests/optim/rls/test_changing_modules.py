@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from lightning_struct.optim import RLS, FullP, LowRankP
+from lightning_struct.optim import RLS, FullP
 from lightning_struct.optim.rls.statistics import Arrival, Use
 from lightning_struct.optim.rls.weights import MOST_WAITING
 from tests.optim.helpers import gaussian
@@ -207,38 +207,31 @@ def test_groups_can_be_added() -> None:
     for of_module, of_optimizer in (whole, half):
         train(of_module, of_optimizer, range(1))
     torch.testing.assert_close(weights(half[0][0]) - before, 0.5 * (weights(whole[0][0]) - before))
-    with pytest.raises(ValueError, match="more than one parameter group: 0.weight"):
-        optimizer.add_param_group({"params": [module[0].weight]})
-    with pytest.raises(ValueError, match=r"RLS trains parameters of its module, .* others, of shape \(1,\)"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr": -1.0}, "lr must be >= 0, got -1.0"),
-        ({"momentum": 1.5}, r"momentum must be in \[0, 1\), got 1.5"),
-        ({"gradient_scale": 0}, "gradient_scale must be > 0, got 0"),
-    ],
-)
-def test_options_of_an_added_group_out_of_range_are_named_and_nothing_is_added(
-    options: dict[str, Any], message: str
+WRONG_GROUPS: list[tuple[Callable[[nn.Module], Any], type[Exception], str]] = [
+    (lambda m: {"params": m[0].parameters(), "lr": -1.0}, ValueError, "lr must be >= 0, got -1.0"),
+    (lambda m: {"params": m[0].parameters(), "momentum": 1.5}, ValueError, r"momentum must be in \[0, 1\), got 1.5"),
+    (lambda m: {"params": m[0].parameters(), "gradient_scale": 0}, ValueError, "gradient_scale must be > 0, got 0"),
+    (lambda m: {"params": [m[3].weight]}, ValueError, "more than one parameter group: 3.weight"),
+    (lambda m: {"params": [nn.Parameter(torch.zeros(1))]}, ValueError, r"RLS trains .* others, of shape \(1,\)"),
+    (lambda m: [*m.parameters()], TypeError, r"a dict .* {'params': layer.parameters\(\), 'lr': 0.5}, got list"),
+]
+
+
+@pytest.mark.parametrize(("group", "error", "message"), WRONG_GROUPS)
+def test_a_wrong_group_is_refused_and_nothing_is_added(
+    group: Callable[[nn.Module], Any], error: type[Exception], message: str
 ) -> None:
     module = network()
     module[0].requires_grad_(False)
     optimizer = RLS(module, auxiliary=ADAM)
     groups = len(optimizer.param_groups)
     module[0].requires_grad_(True)
-    with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group({"params": module[0].parameters(), **options})
+    with pytest.raises(error, match=message):
+        optimizer.add_param_group(group(module))
     assert len(optimizer.param_groups) == groups
     optimizer.add_param_group({"params": module[0].parameters()})
-
-
-def test_a_group_that_is_no_dict_is_told_what_to_be() -> None:
-    module = network()
-    with pytest.raises(TypeError, match=r"takes a dict .* {'params': layer.parameters\(\), 'lr': 0.5}, got list"):
-        RLS(module, auxiliary=ADAM).add_param_group(list(module.parameters()))  # type: ignore[arg-type]
 
 
 def test_a_layer_that_is_unfrozen_later_follows_the_schedulers_of_before_whatever_its_scale() -> None:
@@ -283,45 +276,35 @@ def test_a_group_without_layers_is_one_of_the_auxiliary_optimizer() -> None:
     assert not torch.equal(weights(module[2]), before)
 
 
-def test_parameters_that_were_replaced_are_an_error() -> None:
-    module = network()
-    optimizer = RLS(module, auxiliary=ADAM)
+def new_parameters(module: nn.Sequential) -> None:
     for layer in (module[0], module[3]):
         layer.weight, layer.bias = nn.Parameter(layer.weight.detach()), nn.Parameter(layer.bias.detach())
-    loss_of(module, 0).backward()
-    with pytest.raises(ValueError, match=r"RLS does not train|others than when RLS was made"):
-        optimizer.step()
 
 
-@pytest.fixture
-def on_meta() -> nn.Linear:
-    """Without memory yet, as a large module is made before its weights are loaded."""
-    return nn.Linear(3, 2, device="meta")
+def new_layer(module: nn.Sequential) -> None:
+    module[3] = nn.Linear(5, 3).double()
 
 
-def test_a_module_on_the_meta_device_can_be_called(on_meta: nn.Linear) -> None:
-    optimizer = RLS(on_meta)
-    assert on_meta(torch.empty(4, 3, device="meta")).shape == (4, 2)
-    optimizer.remove_hooks()
+def assigned(module: nn.Sequential) -> None:
+    module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
 
 
-def test_a_module_that_left_the_meta_device_has_other_parameters(on_meta: nn.Linear) -> None:
-    optimizer = RLS(on_meta)
-    on_meta.to_empty(device="cpu")
-    with pytest.raises(ValueError, match=r"others than when RLS was made: weight\."):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("assigned", [False, True])
-def test_a_layer_that_was_replaced_is_not_left_to_the_auxiliary_optimizer(assigned: bool) -> None:
+@pytest.mark.parametrize("replace", [new_parameters, new_layer, assigned])
+def test_a_layer_that_was_replaced_is_not_left_to_the_auxiliary_optimizer(replace: Callable[[Any], None]) -> None:
     module = network()
     optimizer = RLS(module, auxiliary=ADAM)
-    if assigned:
-        module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
-    else:
-        module[3] = nn.Linear(5, 3).double()
+    replace(module)
     loss_of(module, 0).backward()
     with pytest.raises(ValueError, match=r"others than when RLS was made: .*3\.weight"):
+        optimizer.step()
+
+
+def test_a_module_on_the_meta_device_can_be_called_but_not_leave_it() -> None:
+    module = nn.Linear(3, 2, device="meta")
+    optimizer = RLS(module)
+    assert module(torch.empty(4, 3, device="meta")).shape == (4, 2)
+    module.to_empty(device="cpu")
+    with pytest.raises(ValueError, match=r"others than when RLS was made: weight\."):
         optimizer.step()
 
 
@@ -389,26 +372,6 @@ def test_p_is_updated_in_every_interval_by_as_much_as_in_all_its_steps() -> None
     rows = [torch.cat([(gaussian(7, 6, seed=i) + 0.5).mean(0), torch.ones(1, dtype=torch.float64)]) for i in (0, 3)]
     expected = torch.linalg.inv(torch.eye(7, dtype=torch.float64) + 0.3 * sum(torch.outer(row, row) for row in rows))
     torch.testing.assert_close(optimizer.state["rls"]["weight"]["P"][0], expected)  # type: ignore[index]
-
-
-def test_p_of_low_rank_trains_and_resumes() -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Conv1d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(16, 3)).double()
-
-    def run(module: nn.Module, optimizer: RLS, steps: range) -> None:
-        for step in steps:
-            optimizer.zero_grad()
-            module((gaussian(7, 12, seed=step) + 0.5).view(7, 2, 6)).square().sum().backward()
-            optimizer.step()
-
-    optimizer = RLS(module, form=LowRankP(rank=3))
-    run(module, optimizer, range(8))
-    other = copy.deepcopy(module)
-    resumed = RLS(other, form=LowRankP(rank=3))
-    resumed.load_state_dict(optimizer.state_dict())
-    run(module, optimizer, range(8, 12))
-    run(other, resumed, range(8, 12))
-    assert torch.equal(weights(module), weights(other))
 
 
 def test_p_of_wide_layers_is_of_low_rank_unless_its_form_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:

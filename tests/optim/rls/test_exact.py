@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.optim import RLS
-from lightning_struct.optim.rls.selection import modules_beside
 from tests.cases import gaussian
 
 STEPS = 60
@@ -72,36 +71,18 @@ def test_the_weights_are_the_least_squares_solution(forgetting: float, regulariz
     torch.testing.assert_close(joined(layer), expected, rtol=0, atol=1e-10)
 
 
-def test_batches_need_not_be_of_one_size() -> None:
+def test_batches_need_not_be_of_one_size_and_all_of_many_rows_count() -> None:
     layer = linear()
-    start = joined(layer)
-
-    def read(step: int) -> tuple[Tensor, Tensor]:
-        return batch(step, rows=1 + step % 4)
-
-    train(layer, RLS.exact(layer), range(9), read)
-    torch.testing.assert_close(
-        joined(layer), least_squares(start, [read(step) for step in range(9)], 1.0, 1.0), rtol=0, atol=1e-10
-    )
+    start, batches = joined(layer), [*(batch(step, rows=1 + step % 4) for step in range(9)), batch(9, rows=2100)]
+    train(layer, RLS.exact(layer), range(10), lambda step: batches[step])
+    torch.testing.assert_close(joined(layer), least_squares(start, batches, 1.0, 1.0), rtol=0, atol=1e-10)
 
 
-def test_micro_batches_are_one_batch() -> None:
-    layer, whole = linear(), linear()
-    optimizer = RLS.exact(layer, forgetting=0.9)
-    (inputs, targets), exact = batch(0, rows=4), RLS.exact(whole, forgetting=0.9)
-    for part in (slice(2), slice(2, 4)):
-        (squared_error(layer(inputs[part]), targets[part]) / 2).backward()
-    optimizer.step()
-    squared_error(whole(inputs), targets).backward()
-    exact.step()
-    torch.testing.assert_close(joined(layer), joined(whole), rtol=0, atol=1e-12)
-
-
-def test_inputs_of_a_micro_batch_may_be_overwritten_by_the_next() -> None:
+def test_micro_batches_are_one_batch_though_the_next_overwrites_the_inputs() -> None:
     layer, whole = (nn.Linear(6, 2, bias=False).double() for _ in range(2))
     whole.load_state_dict(layer.state_dict())
     (inputs, targets), buffer = batch(0, rows=4), torch.empty(2, 6, dtype=torch.float64)
-    optimizer, exact = RLS.exact(layer), RLS.exact(whole)
+    optimizer, exact = RLS.exact(layer, forgetting=0.9), RLS.exact(whole, forgetting=0.9)
     for part in (slice(2), slice(2, 4)):
         buffer.copy_(inputs[part])
         (squared_error(layer(buffer), targets[part]) / 2).backward()
@@ -109,13 +90,6 @@ def test_inputs_of_a_micro_batch_may_be_overwritten_by_the_next() -> None:
     squared_error(whole(inputs), targets).backward()
     exact.step()
     torch.testing.assert_close(layer.weight, whole.weight, rtol=0, atol=1e-12)
-
-
-def test_many_rows_in_one_batch_all_count() -> None:
-    layer = linear()
-    start, many = joined(layer), batch(0, rows=2100)
-    train(layer, RLS.exact(layer), range(1), lambda step: many)
-    torch.testing.assert_close(joined(layer), least_squares(start, [many], 1.0, 1.0), rtol=0, atol=1e-10)
 
 
 class Network(nn.Module):
@@ -147,12 +121,13 @@ def test_the_only_linear_layer_needs_no_name() -> None:
     assert RLS.exact(alone).summary().splitlines()[1].startswith("1.weight  full")
 
 
-def test_layers_beside_the_one_that_is_trained_are_all_but_those_that_contain_it() -> None:
+def test_a_layer_within_several_modules_is_trained_alone() -> None:
     layer, beside = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    inner = nn.Sequential(nn.Tanh(), layer)
+    inner = nn.Sequential(nn.LayerNorm(2), layer)
     module = nn.ModuleDict({"once": inner, "beside": beside, "again": nn.ModuleList([inner, layer])})
-    assert set(modules_beside(module, layer)) == {beside, *beside, inner[0]}
-    assert modules_beside(layer, layer) == []
+    own, others = RLS.exact(module, layer, auxiliary=torch.optim.SGD).param_groups
+    assert own["params"] == [*layer.parameters()]
+    assert others["params"] == [*inner[0].parameters(), *beside.parameters()]
 
 
 def test_an_input_that_does_not_come_keeps_half_of_the_penalty() -> None:

@@ -51,8 +51,3 @@ def test_sparse_gradients_of_the_auxiliary_optimizer_are_taken() -> None:
     norms = step_norms(embedding.parameters(), {})
     assert list(norms.gradients.values()) == pytest.approx([math.sqrt(3 + 3 * 4)])
     assert norms.is_finite()
-
-
-def test_there_is_nothing_to_measure_without_gradients() -> None:
-    norms = step_norms(nn.Linear(2, 2).parameters(), {})
-    assert norms.is_finite() and not norms.gradients

@@ -1,0 +1,43 @@
+"""Every recipe on little data."""
+
+from importlib import import_module
+
+from lightning_struct.recipes.catalogue import RECIPES, config_names
+
+QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+SAMPLES = ["--data.train_size=40", "--data.val_size=10", "--data.test_size=10", "--data.batch_size=10"]
+POINTS = ["--model.hidden_sizes=[5]", "--data.steps_per_epoch=3", "--data.eval_count=5", "--data.predict_count=25"]
+THREE_REGIONS = [*POINTS, "--data.redraw_every_n_steps=2", "--data.counts={interior: 12, boundary: 6, initial: 6}"]
+SMALL = {  # networks
+    "curves_autoencoder": ["--model.layer_sizes=[784,8,3]"],
+    "mnist_autoencoder": ["--model.layer_sizes=[784,8,3]"],
+    "usps_autoencoder": ["--model.layer_sizes=[256,8,3]"],
+    "mnist_fnn": ["--model.network.layer_sizes=[784,8,10]"],
+    "cifar_cnn": ["--model.network.channels=2", "--model.network.hidden=8"],
+    "imdb_lstm": [f"--model.network.{size}" for size in ("vocabulary_size=50", "embedding_size=4", "hidden_size=6")],
+    "wikitext_lstm": ["--model.hidden_size=8", "--model.embedding_size=8"],
+}
+WORDS = ["--data.synthetic_vocabulary=30", "--data.train_size=3000", "--data.val_size=400", "--data.test_size=400"]
+DATA = {
+    **dict.fromkeys(RECIPES, SAMPLES),
+    "imdb_lstm": [*SAMPLES, "--data.vocabulary_size=50", "--data.max_length=12"],
+    "structured_image": ["--data.train_size=40", "--data.test_size=10", "--data.batch_size=10"],
+    "structured_conv": ["--data.train_size=4", "--data.val_size=2", "--data.test_size=2", "--data.batch_size=2"],
+    "wikitext_lstm": WORDS,
+    "poisson_pinn": [*POINTS, "--data.redraw_every_n_steps=2", "--data.counts={interior: 12, boundary: 6}"],
+    "heat_pinn": THREE_REGIONS,
+    "burgers_pinn": THREE_REGIONS,
+}
+LITTLE = {name: [*DATA[name], *SMALL.get(name, [])] for name in RECIPES}
+SHIPPED = [(name, way) for name in RECIPES for way in config_names(name)]
+
+
+def synthetic(recipe):
+    """The option that makes its data, where these are files otherwise."""
+    return [] if recipe.endswith("_pinn") else ["--data.synthetic=true"]
+
+
+def run(recipe, subcommand, *arguments):
+    """The command line of a recipe after its run, on data that are made."""
+    main = import_module(f"lightning_struct.recipes.{recipe}").main
+    return main([subcommand, *QUIET, *synthetic(recipe), *DATA[recipe], *arguments])

@@ -1,0 +1,179 @@
+"""Every recipe in every shipped way of training it, on little data, and what the papers say of each."""
+
+from importlib import import_module
+
+import pytest
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+
+from lightning_struct.data import Burgers, Heat, Poisson
+from lightning_struct.models import RLSClassifier, SHFPhysicsInformedNetwork
+from lightning_struct.models.structured import LayerOfSizes
+from lightning_struct.optim import RLS, LowRankP, RankOneP
+from lightning_struct.recipes.catalogue import config_directory, config_names, default_config
+from tests.recipes.little import SHIPPED, SMALL, run
+
+pytestmark = pytest.mark.usefixtures("without_pictures")  # test_cli.py looks at those
+
+AUTOENCODERS, CLASSIFIERS = ("curves_autoencoder", "mnist_autoencoder", "usps_autoencoder"), ("mnist_fnn", "cifar_cnn")
+WAYS = {
+    **{name: {"shf", "adam", "hf", "kronecker"} for name in AUTOENCODERS},
+    **{name: {"adam", "rls", "rls_momentum_l1", "hrls", "kronecker"} for name in CLASSIFIERS},
+    "imdb_lstm": {"adam", "hrls", "plain_rnn", "rls", "rls_momentum_l1"},
+}
+PAPER = {"rls": ("mse", 0, 0), "rls_momentum_l1": ("mse", 0.5, 1e-5), "hrls": ("cross_entropy", 0, 0)}
+ENCODERS = {  # Table 1
+    "curves_autoencoder": [784, 400, 200, 100, 50, 25, 6],
+    "mnist_autoencoder": [784, 1000, 500, 250, 30],
+    "usps_autoencoder": [256, 400, 200, 100, 50, 25],
+}
+EQUATIONS = {"poisson_pinn": Poisson, "heat_pinn": Heat, "burgers_pinn": Burgers}
+PARAMETERS = {
+    "structured_image": {  # of the hidden layer and the output: Tables 1, 8 and 9
+        **dict.fromkeys(("ldr_td", "toeplitz_like", "hankel_like", "vandermonde_like", "cauchy_like"), 14_122),
+        "low_rank": 14_122,
+        "ldr_sd": 10_986,
+        "fastfood": 10_202,
+        "circulant": 8_634,
+        "unstructured": 622_506,
+        "reduced": 11_126,
+        "lenet_ldr_sd": 11_770,
+        "lenet_ldr_td": 14_906,
+        "lenet_unstructured": 623_290,
+    },
+    "structured_conv": {  # of the first and the hidden layer: Table 3
+        "convolution": 1_573_089,
+        "convolution_pool": 393_441,
+        "convolution_pool_4": 524_588,
+        "toeplitz_like_channels": 393_216,
+        "ldr_sd_channels": 417_792,
+        "toeplitz_like": 393_216,
+        "ldr_sd": 405_504,
+    },
+    # of the input-hidden matrices: Table 2
+    "wikitext_lstm": {"ldr_sd": 2_048, "toeplitz_like": 2_048, "low_rank": 2_048, "unstructured": 65_536},
+}
+LAYERS = {"structured_image": ("hidden", "output"), "structured_conv": ("first", "hidden")}
+
+
+def fast(name, way):
+    """A test of its own, or none: pruned and compress_network need more than two steps."""
+    slow = name in PARAMETERS and way != "ldr_sd"
+    return pytest.param(name, way, marks=pytest.mark.slow if slow else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [fast(*case) for case in SHIPPED if case[0] != "compress_network" and case[1] != "pruned"]
+)
+def test_shipped_way_of_training_runs(name, way):
+    small = SMALL.get(name, []) if name != "wikitext_lstm" else []
+    cli = run(name, "fit", "--config", way, *small, "--trainer.fast_dev_run=2")
+    assert cli.trainer.global_step == 2
+    if name in CLASSIFIERS and way in PAPER:
+        loss, momentum, l1 = PAPER[way]
+        (optimizer,) = cli.trainer.optimizers
+        paper = {"ratio": 0.1, "gradient_scale": 1, "momentum": momentum, "l1": l1}
+        assert paper.items() <= optimizer.param_groups[0].items()
+        assert optimizer.settings.max_grad_norm == 5 and cli.model.loss == loss
+    if name in EQUATIONS:
+        assert isinstance(cli.model.equation, EQUATIONS[name]) and cli.model.equation is cli.datamodule.equation
+        assert isinstance(cli.model, SHFPhysicsInformedNetwork) == (way not in ("adam", "lbfgs"))
+        assert cli.model.dtype == torch.float64
+    if way == "plain_rnn":
+        assert isinstance(cli.model.network.recurrent, torch.nn.RNN)
+
+
+def test_every_task_has_the_ways_of_training_that_are_compared():
+    for name, ways in WAYS.items():
+        assert ways <= set(config_names(name))
+    for name, ways in PARAMETERS.items():
+        assert set(ways) == set(config_names(name)) - {"pruned"}
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_points_are_drawn_anew_but_for_lbfgs(name):
+    for way in config_names(name):
+        data = yaml.safe_load((config_directory(name) / f"{way}.yaml").read_text())["data"]
+        assert data.get("redraw_every_n_steps", 5) == (None if way == "lbfgs" else 5)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_autoencoders_are_those_of_table_1(name):
+    model = yaml.safe_load(default_config(name).read_text())["model"]
+    assert model["init_args"]["layer_sizes"] == ENCODERS[name]
+    assert model["class_path"].endswith("SHFAutoencoder")
+
+
+def test_without_a_config_rls_trains_the_network_of_the_paper():
+    cli = run("mnist_fnn", "fit", "--trainer.fast_dev_run=1")
+    assert isinstance(cli.model, RLSClassifier) and isinstance(cli.trainer.optimizers[0], RLS)
+    assert sum(p.numel() for p in cli.model.parameters()) == 407_050
+    network = run("imdb_lstm", "fit", "--trainer.max_epochs=0").model.network.recurrent
+    assert isinstance(network, torch.nn.LSTM) and (network.hidden_size, network.num_layers) == (512, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "form"),
+    [
+        (["=low_rank"], "low_rank"),
+        (["=lightning_struct.optim.LowRankP", ".rank=3"], LowRankP(rank=3)),
+        (["=lightning_struct.optim.RankOneP", ".interval=2"], RankOneP(interval=2)),
+    ],
+)
+def test_the_form_of_p_is_a_name_or_a_value_on_the_command_line(given, form):
+    chosen = [f"--model.optimizer.form{argument}" for argument in given]
+    cli = run("mnist_fnn", "fit", "--config", "rls", *SMALL["mnist_fnn"], *chosen, "--trainer.fast_dev_run=1")
+    assert cli.trainer.optimizers[0].settings.form == form
+
+
+def test_hybrid_leaves_the_output_layer_alone_to_adam():
+    network = "--model.network.layer_sizes=[784,8,6,10]"
+    cli = run("mnist_fnn", "fit", "--config", "hrls", network, "--trainer.fast_dev_run=1")
+    hidden, output = cli.trainer.optimizers[0].param_groups
+    names = {p: n for n, p in cli.model.named_parameters()}
+    assert [names[p] for p in output["params"]] == ["network.output.weight", "network.output.bias"]
+    assert len(hidden["params"]) == len(names) - 2 and "betas" in output and "betas" not in hidden
+
+
+def configured(name, way, key):
+    """What the config says of an argument of the model, made."""
+    content = yaml.safe_load((config_directory(name) / f"{way}.yaml").read_text())
+    parser = ArgumentParser()
+    parser.add_argument(f"--{key}", type=LayerOfSizes if key == "layer" else torch.nn.Module)
+    parsed = parser.parse_object({key: content["model"]["init_args"][key]})
+    make = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the name before jsonargparse 4.49
+    return make(parsed)[key]
+
+
+def count(*modules):
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name, ways in PARAMETERS.items() for way in ways])
+def test_structured_layers_have_the_parameters_of_the_paper(name, way):
+    if name == "wikitext_lstm":
+        gate = configured(name, way, "layer")(128, 128)
+        found = 4 * (count(gate) - gate.bias.numel())
+    else:
+        network = configured(name, way, "network")
+        found = count(*(getattr(network, layer) for layer in LAYERS[name]))
+    assert found == PARAMETERS[name][way]
+
+
+@pytest.mark.slow
+def test_two_processes_end_where_one_process_ends(tmp_path):
+    arguments = ["--config", "shf", *SMALL["usps_autoencoder"], "--trainer.precision=64-true", "--trainer.max_epochs=1"]
+    arguments += ["--data.draws_per_epoch=3", "--trainer.callbacks=null", "--trainer.logger=false"]
+    weights = []
+    for processes in ([], ["--trainer.devices=2", "--trainer.strategy={class_path: tests.processes.TwoProcesses}"]):
+        directory = tmp_path / f"{len(processes)}"
+        run("usps_autoencoder", "fit", *arguments, f"--trainer.default_root_dir={directory}", *processes)
+        weights.append(torch.load(next(directory.rglob("*.ckpt")))["state_dict"])
+    assert all(torch.allclose(weights[0][key], weights[1][key], rtol=0, atol=1e-9) for key in weights[0])
+
+
+@pytest.mark.parametrize("name", ["structured_image", "wikitext_lstm"])
+def test_missing_files_are_one_error_that_names_the_remedies(name, tmp_path):
+    with pytest.raises(Exception, match="Remedies:(.|\n)*--data.synthetic=true"):
+        import_module(f"lightning_struct.recipes.{name}").main(["fit", f"--data.data_dir={tmp_path}"])

@@ -58,10 +58,8 @@ def test_full_form_is_the_inverse_of_the_sum(steps: float) -> None:
     means = draws(50, GROUPS, SIZE)
     for mean in means:
         update(inverse, mean, steps)
-    expected = torch.linalg.inv(
-        torch.eye(SIZE, dtype=torch.float64) + RATIO * steps * torch.einsum("sgi,sgj->gij", means, means)
-    )
-    torch.testing.assert_close(inverse.P, expected, rtol=0, atol=1e-12)
+    expected = torch.eye(SIZE).double() + RATIO * steps * torch.einsum("sgi,sgj->gij", means, means)
+    torch.testing.assert_close(inverse.P, torch.linalg.inv(expected), rtol=0, atol=1e-12)
 
 
 def test_square_root_forgets() -> None:
@@ -100,10 +98,8 @@ def test_rank_one_form_is_the_inverse_with_the_mean_in_place_of_each_input(forge
         update(inverse, mean, number)
     weights = torch.tensor([RATIO * n * forgetting ** (19 - i) for i, n in enumerate(steps)], dtype=torch.float64)
     mean = (weights[:, None, None] * means).sum(0) / weights.sum()
-    expected = torch.linalg.inv(
-        torch.eye(SIZE, dtype=torch.float64) + weights.sum() * mean[:, :, None] * mean[:, None, :]
-    )
-    torch.testing.assert_close(dense(inverse), expected, rtol=0, atol=1e-12)
+    expected = torch.eye(SIZE).double() + weights.sum() * mean[:, :, None] * mean[:, None, :]
+    torch.testing.assert_close(dense(inverse), torch.linalg.inv(expected), rtol=0, atol=1e-12)
 
 
 def test_low_rank_form_is_exact_until_its_rows_are_used_up() -> None:

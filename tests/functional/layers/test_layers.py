@@ -137,16 +137,19 @@ def largest_difference(ours: nn.Sequential, plain: nn.Sequential) -> float:
     return max((p - q).abs().max().item() for p, q in pairs)
 
 
-def assert_norms_are_those_of_autograd(module: nn.Module, batch: Tensor) -> None:
-    def loss(rows: Tensor) -> Tensor:
-        outputs = module(rows)
+def assert_norms_are_those_of_autograd(module: nn.Module, *batch: Tensor | None) -> None:
+    """``batch``: the arguments of the module, with the samples in the first dimension."""
+
+    def loss(*args: Tensor | None) -> Tensor:
+        outputs = module(*args)
         return (outputs[0] if isinstance(outputs, tuple) else outputs).sin().square().sum()
 
     with per_sample_gradient_norms(module) as norms:
-        loss(batch).backward()
+        loss(*batch).backward()
     expected = []
-    for i in range(len(batch)):
-        gradients = torch.autograd.grad(loss(batch[i : i + 1]), list(module.parameters()))
+    for i in range(len(norms.squared_norms)):
+        sample = [None if tensor is None else tensor[i : i + 1] for tensor in batch]
+        gradients = torch.autograd.grad(loss(*sample), list(module.parameters()))
         expected.append(sum(gradient.square().sum() for gradient in gradients))
     torch.testing.assert_close(norms.squared_norms, torch.stack(expected), rtol=1e-10, atol=0)  # type: ignore[arg-type]
 

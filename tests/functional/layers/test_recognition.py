@@ -9,7 +9,6 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import numpy
 import pytest
@@ -22,7 +21,7 @@ from lightning_struct.functional.layers.kinds import Matrix
 from lightning_struct.functional.layers.registry import kind_of
 from lightning_struct.nn import LowRank, replace_linear
 from lightning_struct.optim import RLS
-from tests.functional.layers.test_layers import Memory
+from tests.functional.layers.test_layers import Memory, assert_norms_are_those_of_autograd
 
 
 class LayerDrop(nn.Linear):
@@ -167,23 +166,6 @@ def gaussian(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def squared_norms(layer: nn.Module, inputs: Tensor, *args: Any) -> Tensor:
-    """By autograd, one sample after the other."""
-    norms = []
-    for i in range(len(inputs)):
-        layer.zero_grad()
-        loss_of(layer, inputs, *args)[i].backward()
-        norms.append(sum(p.grad.square().sum() for p in layer.parameters()))
-    layer.zero_grad()
-    return torch.stack(norms)
-
-
-def loss_of(layer: nn.Module, inputs: Tensor, *args: Any) -> Tensor:
-    outputs = layer(inputs, *args)
-    outputs = outputs[0] if isinstance(outputs, tuple) else outputs
-    return (outputs * gaussian(*outputs.shape)).flatten(1).sum(1)
-
-
 RECOGNIZED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "Llama's norm": (lambda: LlamaNorm(4), gaussian(5, 3, 4)),
     "Gemma's norm": (lambda: GemmaNorm(4), gaussian(5, 2, 3, 4)),
@@ -208,21 +190,14 @@ RECOGNIZED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 @pytest.mark.parametrize("name", RECOGNIZED)
 def test_norms_of_a_recognized_layer_are_those_of_autograd_without_a_second_run(name: str) -> None:
     make, inputs = RECOGNIZED[name]
-    layer = randomized(make())
-    expected = squared_norms(layer, inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with per_sample_gradient_norms(layer) as norms:
-            loss_of(layer, inputs).sum().backward()
-    torch.testing.assert_close(norms.squared_norms, expected)
+        assert_norms_are_those_of_autograd(randomized(make()), inputs)
 
 
 def test_an_lstm_that_packs_its_sequences_is_measured_in_the_call_of_its_base() -> None:
-    layer, inputs, lengths = randomized(Memory(3, 4, batch_first=True)), gaussian(4, 6, 3), torch.tensor([6, 2, 5, 1])
-    expected = squared_norms(layer, inputs, None, lengths)
-    with per_sample_gradient_norms(layer) as norms:
-        loss_of(layer, inputs, None, lengths).sum().backward()
-    torch.testing.assert_close(norms.squared_norms, expected)
+    layer = randomized(Memory(3, 4, batch_first=True))
+    assert_norms_are_those_of_autograd(layer, gaussian(4, 6, 3), None, torch.tensor([6, 2, 5, 1]))
     assert type(layer) is Memory
 
 

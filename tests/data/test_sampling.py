@@ -61,12 +61,11 @@ def batches_of_a_fit(dataset, tmp_path, ckpt_path=None, limits=None, **checkpoin
     return module.batches
 
 
-def test_a_draw_takes_no_sample_twice(dataset):
-    assert all(len(set(draw)) == 15 for draw in IndependentDraws(dataset, 15, 50))
-
-
-def test_a_draw_takes_samples_of_the_data_set_only(dataset):
-    assert {index for draw in IndependentDraws(dataset, 15, 50) for index in draw} == set(range(20))
+def test_a_draw_takes_no_sample_twice_and_all_samples_equally_often(dataset):
+    draws = list(IndependentDraws(dataset, 5, 2000))
+    assert len(draws) == 2000 and all(len(set(draw)) == 5 for draw in draws)
+    counts = torch.bincount(torch.tensor(draws).flatten())
+    assert len(counts) == 20 and (counts - 500).abs().max() < 4 * (2000 * 0.25 * 0.75) ** 0.5
 
 
 def test_draws_are_not_passes_through_the_data(dataset):
@@ -74,34 +73,15 @@ def test_draws_are_not_passes_through_the_data(dataset):
     assert set(first) & set(second)
 
 
-def test_every_sample_is_drawn_equally_often(dataset):
-    counts = torch.bincount(torch.tensor(list(IndependentDraws(dataset, 5, 2000))).flatten(), minlength=20)
-    assert (counts - 500).abs().max() < 4 * (2000 * 0.25 * 0.75) ** 0.5
+def test_draws_follow_their_seed(dataset):
+    first, again, other = (list(IndependentDraws(dataset, 6, 3, seed=seed)) for seed in (4, 4, 5))
+    assert first == again != other
 
 
-def test_draws_repeat_with_their_seed(dataset):
-    assert list(IndependentDraws(dataset, 6, 3, seed=4)) == list(IndependentDraws(dataset, 6, 3, seed=4))
-
-
-def test_another_seed_draws_otherwise(dataset):
-    assert list(IndependentDraws(dataset, 6, 3, seed=4)) != list(IndependentDraws(dataset, 6, 3, seed=5))
-
-
-def test_draws_leave_the_global_random_state_alone(dataset):
-    state = torch.random.get_rng_state()
-    list(IndependentDraws(dataset, 6, 3))
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_loader_leaves_the_global_random_state_alone(dataset):
+def test_neither_draws_nor_loader_touch_the_global_random_state(dataset):
     state = torch.random.get_rng_state()
     list(DrawLoader(dataset, IndependentDraws(dataset, 6, 3)))
     assert torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_length_is_the_number_of_draws(dataset):
-    draws = IndependentDraws(dataset, 6, 7)
-    assert len(draws) == len(list(draws)) == 7
 
 
 def test_a_new_size_holds_from_the_next_draw(dataset):
@@ -118,28 +98,14 @@ def test_a_draw_has_from_one_sample_to_all(dataset, size):
     assert [len(draw) for draw in IndependentDraws(dataset, size, draws_per_epoch=1)] == [size]
 
 
-@pytest.mark.parametrize("size", [0, -1, 21])
-def test_sizes_that_cannot_be_drawn_are_refused(dataset, size):
-    with pytest.raises(MisconfigurationException, match=f"from 1 to the 20 samples of the data set, .* but is {size}"):
-        IndependentDraws(dataset, size, 3)
-
-
-def test_a_size_that_is_no_integer_is_refused(dataset):
+@pytest.mark.parametrize(
+    ("size", "error"), [(0, MisconfigurationException), (21, MisconfigurationException), (6.5, TypeError)]
+)
+def test_a_refused_size_leaves_the_old_one(dataset, size, error):
     draws = IndependentDraws(dataset, 6, 3)
-    with pytest.raises(TypeError):
-        draws.batch_size = 6.5
-
-
-def test_a_refused_size_leaves_the_old_one(dataset):
-    draws = IndependentDraws(dataset, 6, 3)
-    with pytest.raises(MisconfigurationException):
-        draws.batch_size = 21
+    with pytest.raises(error, match="from 1 to the 20 samples of the data set|interpreted as an integer"):
+        draws.batch_size = size
     assert draws.batch_size == 6
-
-
-def test_a_size_that_leaves_a_process_idle_is_refused(dataset):
-    with pytest.raises(MisconfigurationException, match="batch_size=2 leaves some of the 3 processes without a sample"):
-        IndependentDraws(dataset, 2, 3, num_replicas=3, rank=0)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +115,11 @@ def test_a_size_that_leaves_a_process_idle_is_refused(dataset):
         ({"draws_per_epoch": 2.5}, "draws_per_epoch must be a whole number >= 1, but is 2.5"),
         ({"seed": -1}, "seed must be at least 0, but is -1"),
         ({"num_replicas": 2}, "Give num_replicas and rank together, not 2 and None"),
+        ({"batch_size": -1}, "from 1 to the 20 samples of the data set, .* but is -1"),
+        (
+            {"batch_size": 2, "num_replicas": 3, "rank": 0},
+            "batch_size=2 leaves some of the 3 processes without a sample",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(dataset, arguments, message):
@@ -156,62 +127,34 @@ def test_wrong_arguments_are_named(dataset, arguments, message):
         IndependentDraws(dataset, **({"batch_size": 6, "draws_per_epoch": 3} | arguments))
 
 
-def test_blocks_of_the_processes_make_the_draw_of_one(dataset):
+def test_blocks_of_the_processes_are_alike_and_make_the_draw_of_one(dataset):
     shares = [IndependentDraws(dataset, 11, 3, num_replicas=3, rank=rank) for rank in range(3)]
-    together = [list(chain.from_iterable(blocks)) for blocks in zip(*shares, strict=True)]
-    assert together == list(IndependentDraws(dataset, 11, 3))
+    draws = list(zip(*shares, strict=True))
+    assert [list(chain.from_iterable(blocks)) for blocks in draws] == list(IndependentDraws(dataset, 11, 3))
+    assert all([len(block) for block in blocks] == [4, 4, 3] for blocks in draws)
 
 
-def test_blocks_differ_by_one_sample_at_most(dataset):
-    shares = [next(iter(IndependentDraws(dataset, 11, 3, num_replicas=3, rank=rank))) for rank in range(3)]
-    assert [len(share) for share in shares] == [4, 4, 3]
-
-
-def test_the_next_epoch_has_new_draws(dataset):
+# What is done in turn, an epoch that is named or a number of draws that are taken, and the draw that comes then.
+@pytest.mark.parametrize(
+    ("done", "first"),
+    [
+        ([("take", 3)], 3),  # the next epoch has new draws
+        ([("take", 1)], 1),  # an epoch that is left in the middle is continued
+        ([("take", 1), ("name", 0)], 1),  # naming the present epoch changes nothing
+        ([("take", 1), ("name", 1)], 3),  # naming another one passes over the rest of this one
+        ([("name", 2)], 6),  # the first epoch can be any
+        ([("take", 3), ("name", 1), ("name", 2)], 3),  # an epoch that is named without a draw is not passed over
+        ([("name", 0), ("take", 3), ("name", 1), ("take", 3), ("name", 0)], 6),  # as in a second fit
+    ],
+)
+def test_numbers_of_draws_go_on_from_epoch_to_epoch(dataset, done, first):
     draws = IndependentDraws(dataset, 6, 3)
-    assert list(draws) + list(draws) == list(IndependentDraws(dataset, 6, 6))
-
-
-def test_an_epoch_left_in_the_middle_is_continued(dataset):
-    draws = IndependentDraws(dataset, 6, 3)
-    begun = list(islice(draws, 1))
-    assert begun + list(draws) == list(IndependentDraws(dataset, 6, 3))
-
-
-def test_naming_the_present_epoch_changes_nothing(dataset):
-    draws = IndependentDraws(dataset, 6, 3)
-    begun = list(islice(draws, 1))
-    draws.set_epoch(0)
-    assert begun + list(draws) == list(IndependentDraws(dataset, 6, 3))
-
-
-def test_naming_another_epoch_passes_over_the_rest_of_this_one(dataset):
-    draws = IndependentDraws(dataset, 6, 3)
-    list(islice(draws, 1))
-    draws.set_epoch(1)
-    assert list(draws) == list(IndependentDraws(dataset, 6, 6))[3:]
-
-
-def test_the_first_epoch_can_be_any(dataset):
-    draws = IndependentDraws(dataset, 6, 3)
-    draws.set_epoch(2)
-    assert list(draws) == list(IndependentDraws(dataset, 6, 9))[6:]
-
-
-def test_an_epoch_named_without_a_draw_is_not_passed_over(dataset):
-    draws = IndependentDraws(dataset, 6, 3)
-    list(draws)
-    draws.set_epoch(1)
-    draws.set_epoch(2)
-    assert list(draws) == list(IndependentDraws(dataset, 6, 6))[3:]
-
-
-def test_a_second_fit_with_the_same_loader_has_new_draws(dataset):
-    draws = IndependentDraws(dataset, 6, 3)
-    for epoch in (0, 1, 0):
-        draws.set_epoch(epoch)
-        last = list(draws)
-    assert last == list(IndependentDraws(dataset, 6, 9))[6:]
+    for action, number in done:
+        if action == "name":
+            draws.set_epoch(number)
+        else:
+            list(islice(draws, number))
+    assert list(draws) == list(IndependentDraws(dataset, 6, 12))[first : first + 3 - first % 3]
 
 
 def test_state_goes_on_with_the_very_next_draw_and_size(dataset):
@@ -227,16 +170,11 @@ def test_loader_indexes_tensors_once_per_batch(dataset):
     assert labels.tolist() == next(iter(IndependentDraws(dataset, 6, 3))) and torch.equal(values[:, 0], labels.float())
 
 
-def test_loader_collates_single_samples():
-    draws = IndependentDraws(Squares(), 6, 3)
-    batch = next(iter(DrawLoader(Squares(), draws)))
-    assert batch["square"].tolist() == [index * index for index in draws.draw(0).tolist()]
-
-
-def test_loader_fetches_samples_at_once_where_it_can():
-    draws = IndependentDraws(SquaresAtOnce(), 6, 3)
-    batch = next(iter(DrawLoader(SquaresAtOnce(), draws)))
-    assert batch["square"].tolist() == [-index for index in draws.draw(0).tolist()]
+@pytest.mark.parametrize(("data", "sign"), [(Squares(), 1), (SquaresAtOnce(), -1)])
+def test_loader_collates_samples_which_it_fetches_at_once_where_it_can(data, sign):
+    draws = IndependentDraws(data, 6, 3)
+    expected = [index * index if sign > 0 else -index for index in draws.draw(0).tolist()]
+    assert next(iter(DrawLoader(data, draws)))["square"].tolist() == expected
 
 
 def test_loader_gives_samples_to_its_collate_fn(dataset):
@@ -250,19 +188,18 @@ def test_draws_serve_as_batch_sampler(dataset):
     assert [labels.tolist() for _, labels in loader] == list(IndependentDraws(dataset, 6, 3))
 
 
-def test_loader_refuses_workers(dataset):
-    with pytest.raises(MisconfigurationException, match="DrawLoader needs num_workers=0, but got 2: batches fetched"):
-        DrawLoader(dataset, IndependentDraws(dataset, 6, 3), num_workers=2)
-
-
-def test_loader_refuses_other_samplers(dataset):
-    with pytest.raises(MisconfigurationException, match="DrawLoader needs IndependentDraws, but got SequentialSampler"):
-        DrawLoader(dataset, SequentialSampler(dataset))
-
-
-def test_loader_refuses_a_size_of_batches(dataset):
-    with pytest.raises(MisconfigurationException, match=r"no batch_size: .* IndependentDraws\(batch_size=\.\.\.\)"):
-        DrawLoader(dataset, IndependentDraws(dataset, 6, 3), batch_size=6)
+@pytest.mark.parametrize(
+    ("sampler", "options", "message"),
+    [
+        (None, {"num_workers": 2}, "DrawLoader needs num_workers=0, but got 2: batches fetched"),
+        (SequentialSampler(range(20)), {}, "DrawLoader needs IndependentDraws, but got SequentialSampler"),
+        (None, {"batch_size": 6}, r"no batch_size: .* IndependentDraws\(batch_size=\.\.\.\)"),
+        (IndependentDraws(range(5), 2, 3), {}, "The draws are from 5 samples, but the data set has 20"),
+    ],
+)
+def test_loader_refuses_what_it_cannot_read(dataset, sampler, options, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        DrawLoader(dataset, sampler or IndependentDraws(dataset, 6, 3), **options)
 
 
 def test_predictions_of_draws_are_refused_with_the_remedy(dataset):

@@ -6,20 +6,27 @@ They have a process of their own, since the stand-in registers itself as the acc
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import lightning as L
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_struct import GrowingBatchSize
 from lightning_struct import nn as structured
+from lightning_struct.callbacks import NoiseEstimator
 from lightning_struct.functional import per_sample_gradient_norms
 from lightning_struct.optim import RLS, SHF
 from lightning_struct.optim.shf.settings import LSMR, Kronecker
-from tests.waiting.standin import StandInDevice
+from tests.waiting.standin import DEVICE, StandInDevice
 
 _STEPS = 3
 
@@ -159,14 +166,71 @@ def norm_steps() -> list[dict[str, Any]]:
     return found
 
 
+class Classifier(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def training_step(self, data: list[Tensor], index: int) -> Tensor:
+        return F.cross_entropy(self.net(data[0]), data[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class OnStandIn(SingleDeviceStrategy):
+    """A strategy whose module is on the device already."""
+
+    def model_to_device(self) -> None:
+        pass
+
+
+class AnyDevice(CPUAccelerator):
+    def setup_device(self, device: torch.device) -> None:
+        pass
+
+
+class Counting(L.Callback):
+    def __init__(self, device: StandInDevice) -> None:
+        self.device, self.found = device, []  # type: ignore[var-annotated]
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.device.reset()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.found.append({"waits": self.device.total, "places": dict(self.device.places)})
+
+
+def growing_steps(kind: str) -> list[dict[str, Any]]:
+    """Steps of a fit with GrowingBatchSize, which measures every fourth one."""
+    torch.manual_seed(0)
+    with StandInDevice() as device:
+        module, counting = device.move(Classifier()), Counting(device)
+        growing = GrowingBatchSize(estimator=NoiseEstimator(kind, every_n_steps=4))
+        trainer = L.Trainer(
+            strategy=OnStandIn(device=DEVICE, accelerator=AnyDevice()),
+            max_epochs=2,
+            callbacks=[growing, counting],
+            accumulate_grad_batches=2 if kind == "parts" else 1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(TensorDataset(numbers(256, 4), labels(256)), batch_size=16))
+    return counting.found
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     found: dict[str, list[dict[str, Any]]] = {f"SHF {name}": shf_steps(name) for name in SHF_CASES}
     found["RLS"] = rls_steps(mlp, numbers(32, 4))
     found["RLS of convolutions"] = rls_steps(cnn, numbers(16, 1, 6, 6))
     found["RLS.exact"] = rls_steps(lambda: nn.Linear(4, 3), numbers(32, 4))
     found |= {f"layer {name}": layer_steps(name) for name in LAYERS}
     found["norms"] = norm_steps()
+    found |= {f"GrowingBatchSize by {kind}": growing_steps(kind) for kind in ("layers", "parts")}
     print(json.dumps(found))
 
 

@@ -18,6 +18,7 @@ _ALLOWED = {
     "RLS": lambda step: 1,
     "layer": lambda step: 0,
     "norms": lambda step: 0,
+    "GrowingBatchSize": lambda step: 4,  # if the step is measured
 }
 
 
@@ -35,3 +36,6 @@ def test_the_host_waits_as_seldom_as_is_documented_and_no_operation_mixes_device
         allowed = next(allowed for begin, allowed in _ALLOWED.items() if name.startswith(begin))
         too_often |= {f"{name}, step {i}": step for i, step in enumerate(steps[1:], 1) if step["waits"] > allowed(step)}
     assert not too_often
+    for kind in ("layers", "parts"):
+        waits = [step["waits"] for step in found[f"GrowingBatchSize by {kind}"]]
+        assert 0 < len(waits) - waits.count(0) <= len(waits) / 4

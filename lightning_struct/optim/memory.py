@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+_log = logging.getLogger(__name__)
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def check_memory(what: str, needed: Mapping[str, tuple[int, str]], device: torch.device, remedy: str) -> None:
-    """Compare what is needed with what is free.
+    """Compare the memory that is needed with that which is free; log a warning if it is more than half of that.
 
     Args:
         what: the beginning of the message, a plural, as "The matrices P of RLS".
@@ -22,9 +24,13 @@ def check_memory(what: str, needed: Mapping[str, tuple[int, str]], device: torch
     Raises:
         MemoryError: it is more; named are the three largest and the remedy.
     """
-    if fits_memory(needed, device):
+    total, free = sum(size for size, _ in needed.values()), available_memory(device)
+    if free is None or total <= free:
+        if free is not None and total > free / 2:
+            _log.warning(
+                "%s take %s of %s that are free on %s", what, bytes_as_text(total), bytes_as_text(free), device
+            )
         return
-    total, free = sum(size for size, _ in needed.values()), available_memory(device) or 0
     largest = sorted(needed.items(), key=lambda item: -item[1][0])[:3]
     named = ", ".join(f"{name} {bytes_as_text(size)} ({description})" for name, (size, description) in largest)
     raise MemoryError(

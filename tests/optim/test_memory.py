@@ -42,3 +42,13 @@ def test_a_container_without_a_limit_has_what_the_machine_has(tmp_path: Path, mo
 
 def test_memory_of_another_device_is_not_asked() -> None:
     assert memory.available_memory(torch.device("meta")) is None
+
+
+def test_more_than_half_of_the_free_memory_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda device: 5000)
+    memory.check_memory("The factors", {"a": (2400, "")}, CPU, "")
+    assert not caplog.messages
+    memory.check_memory("The factors", {"a": (2400, ""), "b": (200, "")}, CPU, "")
+    assert caplog.messages == ["The factors take 2.5 KiB of 4.9 KiB that are free on cpu"]

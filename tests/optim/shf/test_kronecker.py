@@ -603,3 +603,22 @@ def test_the_memory_of_the_summary_is_what_is_held_after_a_step(
 def test_only_kronecker_factors_have_a_summary() -> None:
     with pytest.raises(ValueError, match="only preconditioner='kronecker' has a summary, not 'diagonal'"):
         make(network(), preconditioner="diagonal").summary()
+
+
+def test_a_step_whose_factors_do_not_fit_goes_on_with_those_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, other = SHF(network(), "mse"), SHF(network(), "mse")
+    take(optimizer, batch())
+    before = optimizer.state["shf"]["factors"]
+
+    def too_much(*args: Any) -> Factors:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(KroneckerFactors, "measure", too_much)
+    for trained, factors in ((optimizer, before), (other, None)):
+        with pytest.warns(UserWarning, match="factors of this batch need more memory than there is"):
+            report = take(trained, batch(seed=2))
+        assert report.loss_after < report.loss_before
+        assert trained.state["shf"]["factors"] is factors
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            take(trained, batch(seed=3))

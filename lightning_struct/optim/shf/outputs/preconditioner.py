@@ -251,14 +251,18 @@ class KroneckerFactors:
             seed: seed of the random signs.
         """
         assert self.settings.interval is not None
-        old = memory.factors
-        if old is not None:
-            old = self.taken_over(old, model.gradient)
-            if memory.steps % self.settings.interval:
-                return self._with(old, memory.factor_damping)
+        old = None if memory.factors is None else self.taken_over(memory.factors, model.gradient)
+        if old is not None and memory.steps % self.settings.interval:
+            return self._with(old, memory.factor_damping)
         self._cache = None  # makes room for the new ones
         new = self.measure(model, seed)
         return self._with(new if old is None else averaged(old, new, self.settings.decay), damping)
+
+    def of_last_step(self, model: BatchModel, memory: Memory) -> StepPreconditioner:
+        """The preconditioner from the averages of before; none if there are none."""
+        if memory.factors is None:
+            return StepPreconditioner(lambda _: None)
+        return self._with(self.taken_over(memory.factors, model.gradient), memory.factor_damping)
 
     def _with(self, factors: Factors, factor_damping: float) -> StepPreconditioner:
         return StepPreconditioner(partial(self._at, factors, factor_damping), factors, factor_damping)

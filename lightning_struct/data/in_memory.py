@@ -77,7 +77,24 @@ def check_pixels(name: str, images: Tensor) -> None:
         )
 
 
-class InMemoryDataModule(LightningDataModule, ABC):
+class EvaluatedDataModule(LightningDataModule, ABC):
+    """Base of data modules whose sets can be evaluated one by one, in order; predicted is the test set."""
+
+    @abstractmethod
+    def evaluation_dataloader(self, part: Literal["train", "val", "test"]) -> Any:
+        """All samples of one of the sets, in order."""
+
+    def val_dataloader(self) -> Any:
+        return self.evaluation_dataloader("val")
+
+    def test_dataloader(self) -> Any:
+        return self.evaluation_dataloader("test")
+
+    def predict_dataloader(self) -> Any:
+        return self.evaluation_dataloader("test")
+
+
+class InMemoryDataModule(EvaluatedDataModule):
     """Loaders of three in-memory sets; a subclass implements :meth:`load_splits`, which gets the sets.
 
     Every data set of this package takes the options below, all but ``batch_size`` as keywords. Some have other
@@ -153,15 +170,6 @@ class InMemoryDataModule(LightningDataModule, ABC):
         shuffle: Any = DistributedSampler(train, num_replicas=processes, rank=rank, shuffle=True, seed=self.seed)
         options: dict[str, Any] = {"batch_size": self.batch_size // processes, "drop_last": self.drop_last}
         return DataLoader(train, sampler=shuffle, collate_fn=keep_batch, **options)
-
-    def val_dataloader(self) -> DataLoader:
-        return self.evaluation_dataloader("val")
-
-    def test_dataloader(self) -> DataLoader:
-        return self.evaluation_dataloader("test")
-
-    def predict_dataloader(self) -> DataLoader:
-        return self.evaluation_dataloader("test")
 
     def evaluation_dataloader(self, part: Literal["train", "val", "test"]) -> DataLoader:
         """All samples of one of the sets, in order."""

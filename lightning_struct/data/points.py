@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_struct.data.equations import DifferentialEquation, Region, check_equation
-from lightning_struct.data.in_memory import BatchedTensorDataset
+from lightning_struct.data.in_memory import BatchedTensorDataset, EvaluatedDataModule
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws, keep_batch, seeded_generator
 from lightning_struct.utilities import checks
 from lightning_struct.utilities.distributed import data_parallel_replicas
-from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 Points: TypeAlias = dict[str, Tensor]  # by the name of the block: (n, d)
 
@@ -166,7 +166,7 @@ class PointDraws(IndependentDraws):
         return {block: drawn[torch.randperm(len(drawn), generator=generator)] for block, drawn in points.items()}
 
 
-class PointsDataModule(LightningDataModule):
+class PointsDataModule(EvaluatedDataModule):
     """Points of a differential equation's regions, drawn anew every few steps.
 
     A training batch has points of every region, by block: a dict of tensors (n, d), in the dtype of the module's
@@ -243,12 +243,6 @@ class PointsDataModule(LightningDataModule):
             self._held = None
         # by keyword: Lightning cannot make a loader anew whose sampler came by position
         return _PointLoader(self._draws.dataset, sampler=self._draws, collate_fn=self._in_dtype_of_module)
-
-    def val_dataloader(self) -> DataLoader:
-        return self.evaluation_dataloader("val")
-
-    def test_dataloader(self) -> DataLoader:
-        return self.evaluation_dataloader("test")
 
     def evaluation_dataloader(self, part: Literal["train", "val", "test"]) -> DataLoader:
         """The points of a set as one batch; of the training set those of the last step.

@@ -19,9 +19,10 @@ from lightning_struct.data.files import (
     naming_file,
     read_or_explain,
 )
+from lightning_struct.data.in_memory import EvaluatedDataModule
 from lightning_struct.utilities.checks import check, check_counts, check_positive, is_count
 from lightning_struct.utilities.distributed import data_parallel_rank, data_parallel_size
-from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 TITLES = {"train": "training", "val": "validation", "test": "test"}
 PARTS = tuple(TITLES)
@@ -108,7 +109,7 @@ class ColumnLoader:
         self._first = self._done % len(self)  # a whole epoch is followed by the next one
 
 
-class TextCorpusDataModule(LightningDataModule):
+class TextCorpusDataModule(EvaluatedDataModule):
     """WikiText-2, or any other text: 2,088,628 / 217,646 / 245,569 words for training, validation and test.
 
     Batches are (words, next words), both (steps, columns), int64, as in torch's example ``word_language_model``, whose
@@ -201,15 +202,6 @@ class TextCorpusDataModule(LightningDataModule):
 
     def train_dataloader(self) -> ColumnLoader:
         return self._loader("train", self.batch_size)
-
-    def val_dataloader(self) -> ColumnLoader:
-        return self.evaluation_dataloader("val")
-
-    def test_dataloader(self) -> ColumnLoader:
-        return self.evaluation_dataloader("test")
-
-    def predict_dataloader(self) -> ColumnLoader:
-        return self.evaluation_dataloader("test")
 
     def evaluation_dataloader(self, part: Literal["train", "val", "test"]) -> ColumnLoader:
         """All of one of the parts, in the columns of validation."""

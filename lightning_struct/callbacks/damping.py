@@ -117,10 +117,7 @@ class LevenbergMarquardtDamping(Callback):
                 used = getattr(report, "damping", before)
                 self._set_damping(optimizer, trainer.strategy.broadcast(self.decide(float(used), float(ratio))))
 
-        self._hooks += [
-            optimizer.register_step_pre_hook(before_step),
-            optimizer.register_step_post_hook(after_step),
-        ]
+        self._hooks += [optimizer.register_step_pre_hook(before_step), optimizer.register_step_post_hook(after_step)]
 
     def _set_damping(self, optimizer: Any, decided: Any) -> None:
         try:

@@ -59,12 +59,7 @@ def trainer(pl, epochs=0, callbacks=None, checkpointing=False, precision="32-tru
         "enable_model_summary": False,
     }
     return pl.Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        callbacks=callbacks,
-        num_sanity_val_steps=0,
-        precision=precision,
-        **silent,
+        accelerator="cpu", max_epochs=epochs, callbacks=callbacks, num_sanity_val_steps=0, precision=precision, **silent
     )
 
 

@@ -16,14 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, Subset
 
 from lightning_struct import SHF, ValidationMeritStopping
-from tests.mixins.helpers import (
-    Network,
-    SHFNetwork,
-    draw_loader,
-    make_trainer,
-    regression_data,
-    validation_loader,
-)
+from tests.mixins.helpers import Network, SHFNetwork, draw_loader, make_trainer, regression_data, validation_loader
 
 
 class ScriptedNetwork(Network):

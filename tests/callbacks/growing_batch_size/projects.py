@@ -10,11 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.demos.transformer import LightningTransformer, Transformer
 from torch import nn
 from torch.utils._pytree import tree_leaves

@@ -352,8 +352,7 @@ def test_steps_that_cannot_be_measured_are_told_of_with_the_remedy(tmp_path, mod
 
 
 @pytest.mark.parametrize(
-    ("samples", "batch_size", "sizes"),
-    [(40, 1, [1, 2] + [2] * 5), (1, 1, [1, 1]), (1, 4, [1, 1]), (3, 4, [3, 3])],
+    ("samples", "batch_size", "sizes"), [(40, 1, [1, 2] + [2] * 5), (1, 1, [1, 1]), (1, 4, [1, 1]), (3, 4, [3, 3])]
 )
 def test_little_data_is_trained_on_and_batches_of_one_grow(tmp_path, samples, batch_size, sizes):
     module = Regressor()

@@ -4,9 +4,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    ModelPruning,
-)
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn

@@ -15,14 +15,7 @@ from lightning_struct.callbacks.growing_batch_size import next_batch_size
 from lightning_struct.data import DrawLoader, IndependentDraws
 from lightning_struct.functional import required_batch_size
 from lightning_struct.mixins import GradientStatistics
-from tests.mixins.helpers import (
-    Network,
-    SHFNetwork,
-    draw_loader,
-    make_trainer,
-    regression_data,
-    validation_loader,
-)
+from tests.mixins.helpers import Network, SHFNetwork, draw_loader, make_trainer, regression_data, validation_loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -82,11 +75,7 @@ STALLS = {"validation_values": [1.0] * 12}
         ({"variances": [7.5] * 12}, GrowingBatchSize(), [10] * 6 + [PREDICTED] * 6),
         ({"variances": [7.5] * 12}, GrowingBatchSize(theta=0.3), [10] * 6 + [MORE] * 6),
         ({"variances": [1.0] * 12, "squared_norm": 0.0}, GrowingBatchSize(), [10] * 6 + [60] * 6),
-        (
-            {"variances": [7.5] * 12},
-            GrowingBatchSize(validation=ValidationRule(window=2)),
-            [10] * 3 + [PREDICTED] * 9,
-        ),
+        ({"variances": [7.5] * 12}, GrowingBatchSize(validation=ValidationRule(window=2)), [10] * 3 + [PREDICTED] * 9),
         (
             {"variances": [None] * 12},  # as under batch normalisation
             GrowingBatchSize(**FACTOR, validation=ValidationRule(threshold=math.inf, growth=1.5)),

@@ -300,8 +300,7 @@ def test_that_whole_batches_are_merged_is_said_once(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("mode", "first", "second"),
-    [("min_size", 24, 12), ("max_size", 48, 12), ("max_size_cycle", 48, 24)],
+    ("mode", "first", "second"), [("min_size", 24, 12), ("max_size", 48, 12), ("max_size_cycle", 48, 24)]
 )
 def test_several_loaders_grow_in_proportion(tmp_path, mode, first, second):
     loaders = CombinedLoader({"a": loader(48, 4), "b": loader(12, 2)}, mode)

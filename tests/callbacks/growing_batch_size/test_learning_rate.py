@@ -368,10 +368,7 @@ CASES = {
     "growth by accumulation": {"growing": {"mode": "accumulate"}},
     "growth by both": {"growing": {"max_device_batch_size": 8}},
     "stream": {"data": lambda: DataLoader(Stream(range(42)), batch_size=4)},
-    "stream, accumulated": {
-        "data": lambda: DataLoader(Stream(range(42)), batch_size=4),
-        "accumulate_grad_batches": 4,
-    },
+    "stream, accumulated": {"data": lambda: DataLoader(Stream(range(42)), batch_size=4), "accumulate_grad_batches": 4},
     "steps to spare": {"max_steps": 1000},
     "steps and epochs": {"max_steps": 15},
     "as many steps as epochs make": {"max_steps": 20},

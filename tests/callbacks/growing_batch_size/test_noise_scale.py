@@ -46,8 +46,7 @@ def test_a_state_goes_on_to_the_same_average():
 
 
 @pytest.mark.parametrize(
-    ("variance", "squared_norm", "expected"),
-    [(6.0, 2.0, 3.0), (6.0, 0.0, math.inf), (0.0, 0.0, 0.0), (None, 2.0, 0.0)],
+    ("variance", "squared_norm", "expected"), [(6.0, 2.0, 3.0), (6.0, 0.0, math.inf), (0.0, 0.0, 0.0), (None, 2.0, 0.0)]
 )
 def test_the_relative_variance_is_infinite_where_noise_alone_is_left(variance, squared_norm, expected):
     assert relative_variance(measured(variance, squared_norm)) == expected

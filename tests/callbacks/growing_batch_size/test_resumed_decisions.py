@@ -26,10 +26,7 @@ def records_of_whole_and_resumed(tmp_path, make, stopped, loader=None, **options
     for ckpt_path in (None, tmp_path / f"{stopped}.ckpt"):
         callback = GrowingBatchSize(**arguments(**growing))
         trainer = make_trainer(
-            tmp_path,
-            callbacks=[callback, *([] if ckpt_path else [Saves(tmp_path, stopped)])],
-            max_epochs=1,
-            **options,
+            tmp_path, callbacks=[callback, *([] if ckpt_path else [Saves(tmp_path, stopped)])], max_epochs=1, **options
         )
         trainer.fit(make(), loader, ckpt_path=ckpt_path)
         records.append(callback.records)

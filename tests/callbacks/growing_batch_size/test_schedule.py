@@ -114,14 +114,7 @@ def test_another_schedule_holds_from_the_first_step_of_a_resumed_run(tmp_path):
     assert resumed.sizes == [4] * 5 and resumed.read[0][0] == 20
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"theta": 1.0},
-        {"estimator": "layers"},
-        {"validation": ValidationRule("val_loss")},
-    ],
-)
+@pytest.mark.parametrize("other", [{"theta": 1.0}, {"estimator": "layers"}, {"validation": ValidationRule("val_loss")}])
 def test_another_rule_is_contradictory(other):
     with pytest.raises(
         MisconfigurationException, match=f"schedule='0:8' sets the sizes.*{next(iter(other))}=.*leave one"

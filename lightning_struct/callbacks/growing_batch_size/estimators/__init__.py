@@ -19,14 +19,7 @@ from lightning_struct.callbacks.growing_batch_size.estimators.parts import Backw
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.distributed import shards_weights
 
-__all__ = [
-    "GradientEstimator",
-    "GradientNotFinite",
-    "NoiseEstimator",
-    "Unmeasurable",
-    "choose_estimator",
-    "samples_in",
-]
+__all__ = ["GradientEstimator", "GradientNotFinite", "NoiseEstimator", "Unmeasurable", "choose_estimator", "samples_in"]
 
 
 def choose_estimator(

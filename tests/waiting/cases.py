@@ -28,7 +28,7 @@ from lightning_struct.optim import RLS, SHF
 from lightning_struct.optim.shf.settings import LSMR, Kronecker
 from tests.waiting.standin import DEVICE, StandInDevice
 
-_STEPS = 3
+_STEPS = 2
 
 
 class Curve(nn.Module):

@@ -12,7 +12,7 @@ loop is slow there, and code that mixes tensors of two devices fails there. Both
 
 from __future__ import annotations
 
-import traceback
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from types import TracebackType
@@ -131,10 +131,10 @@ class StandInDevice:
     def waited(self, operation: str) -> None:
         """Count one wait of the host."""
         self.synchronisations[operation] += 1
-        ours = [frame for frame in traceback.extract_stack() if "lightning_struct/" in frame.filename]
-        if ours:
-            file = ours[-1].filename.partition("lightning_struct/")[2]
-            self.places[f"{file}:{ours[-1].lineno} {ours[-1].line}"] += 1
+        frame = sys._getframe(1)
+        while frame.f_back is not None and "/lightning_struct/" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        self.places[f"{frame.f_code.co_filename.rpartition('/lightning_struct/')[2]}:{frame.f_lineno}"] += 1
 
 
 class _Functions(TorchFunctionMode):

@@ -87,6 +87,19 @@ class Damping(Choice):
         """``minimum`` and ``maximum``; the widest ones if they are still to be chosen."""
         return self.minimum or 0.0, MAX_DAMPING if self.maximum is None else self.maximum
 
+    def adapted(self, damping: float, reduction_ratio: float, drop: float) -> float:
+        """λ of the next step."""
+        smallest, largest = self.bounds
+        return levenberg_marquardt(
+            damping,
+            reduction_ratio,
+            drop=drop,
+            lower=self.lower,
+            upper=getattr(self, "upper", math.inf),
+            min_damping=smallest,
+            max_damping=largest,
+        )
+
 
 @dataclass(frozen=True)
 class LevenbergMarquardt(Damping):
@@ -125,19 +138,6 @@ class LevenbergMarquardt(Damping):
         self._check("upper", "a number >= lower", lambda v: is_real(v) and v >= self.lower)
         self._check("acceleration", "True or False", lambda v: isinstance(v, bool))
 
-    def adapted(self, damping: float, reduction_ratio: float, drop: float) -> float:
-        """λ of the next step."""
-        smallest, largest = self.bounds
-        return levenberg_marquardt(
-            damping,
-            reduction_ratio,
-            drop=drop,
-            lower=self.lower,
-            upper=self.upper,
-            min_damping=smallest,
-            max_damping=largest,
-        )
-
 
 @dataclass(frozen=True)
 class NextBatch(Damping):
@@ -162,17 +162,7 @@ class NextBatch(Damping):
 
     def adapted(self, damping: float, reduction_ratio: float, drop: float) -> float:
         """λ of the next step as far as ρ decides about it: the next batch decides about its fall."""
-        smallest, largest = self.bounds
-        raised = levenberg_marquardt(
-            damping,
-            reduction_ratio,
-            drop=drop,
-            lower=self.lower,
-            upper=math.inf,
-            min_damping=smallest,
-            max_damping=largest,
-        )
-        return max(raised, damping)
+        return max(super().adapted(damping, reduction_ratio, drop), damping)
 
 
 @dataclass(frozen=True)

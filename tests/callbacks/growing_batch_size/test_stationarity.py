@@ -23,12 +23,13 @@ class Regression(L.LightningModule):
 
     def __init__(self, rate, start, optimizer=torch.optim.SGD, **options):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.full((64,), float(start)))
+        self.layer = torch.nn.Linear(64, 1, bias=False)
+        torch.nn.init.constant_(self.layer.weight, start)
         self.optimizer = lambda parameters: optimizer(parameters, lr=rate, **options)
 
     def training_step(self, batch, batch_idx):
         inputs, targets = batch
-        return (inputs @ self.weight - targets).square().mean()
+        return (self.layer(inputs).squeeze(1) - targets).square().mean()
 
     def configure_optimizers(self):
         return self.optimizer(self.parameters())
@@ -120,7 +121,7 @@ def resumable(tmp_path, **options):
     module, callback = Regression(0.05, start=1.0), GrowingBatchSize(estimator=NoiseEstimator(every_n_steps=4))
     checkpoints = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=51, save_top_k=-1)
     fit(tmp_path, module, callback, 400, checkpoints, **options)
-    return module.weight.detach(), callback.records
+    return module.layer.weight.detach(), callback.records
 
 
 @pytest.fixture(scope="module")

@@ -270,10 +270,12 @@ def test_further_projections_of_an_adapted_attention_get_adapters(kind):
     torch.testing.assert_close(merge_adapters(again)(inputs()), model(inputs()))
 
 
-def test_layer_at_two_places_has_one_adapter_and_is_merged_once():
+def test_layer_at_two_places_has_one_adapter_and_is_merged_once(caplog):
     linear = nn.Linear(8, 8).double()
-    model = add_adapters(nn.Sequential(linear, nn.ReLU(), linear), FACTORY)
-    assert model[0] is model[2]
+    assert merge_adapters(add_adapters(linear, FACTORY)) is linear
+    with caplog.at_level(logging.INFO, "lightning_struct"):
+        model = add_adapters(nn.Sequential(linear, nn.ReLU(), linear), FACTORY)
+    assert model[0] is model[2] and [record.getMessage()[:6] for record in caplog.records] == ["0 gets"]
     before = train(model)(inputs())
     assert merge_adapters(model)[0] is model[2] is linear
     torch.testing.assert_close(model(inputs()), before)
@@ -307,12 +309,6 @@ def test_merging_leaves_a_tied_weight_to_the_other_module():
     assert torch.equal(model[0].weight, before) and not torch.equal(model[1].weight, before)
 
 
-def test_model_that_is_a_linear_gives_the_new_layer_and_gets_it_back():
-    linear = nn.Linear(8, 8)
-    adapted = add_adapters(linear, FACTORY)
-    assert isinstance(adapted, AdaptedLinear) and merge_adapters(adapted) is linear
-
-
 def test_half_precision_base_gets_single_precision_adapters():
     model = add_adapters(made(dtype=torch.bfloat16), FACTORY)
     x = inputs(torch.bfloat16)
@@ -320,38 +316,22 @@ def test_half_precision_base_gets_single_precision_adapters():
     assert merge_adapters(model)[0].weight.dtype == torch.bfloat16
 
 
-def test_under_autocast_outputs_have_its_dtype():
-    model = add_adapters(made(dtype=torch.float32), FACTORY)
+def test_outputs_have_the_dtype_of_autocast_and_gradients_that_of_the_adapters(kind):
+    model = add_adapters(made(kind, torch.float32), FACTORY)
     with torch.autocast("cpu", torch.bfloat16):
-        assert model(inputs(torch.float32)).dtype == torch.bfloat16
-
-
-def test_adapters_of_attention_are_trained_under_autocast():
-    model = add_adapters(made("attention", torch.float32), FACTORY)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = (model(inputs(torch.float32)) - 1).square().mean()
-    loss.backward()
+        outputs = model(inputs(torch.float32))
+    assert outputs.dtype == torch.bfloat16 or kind == "transformer layer"
+    outputs.float().square().mean().backward()
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
     assert all(gradient.dtype == torch.float32 and gradient.isfinite().all() for gradient in gradients)
 
 
 def test_dropout_is_of_the_update_alone_and_of_training_alone():
-    model = train(add_adapters(made(), FACTORY, dropout=0.5))
-    assert not torch.equal(model(inputs()), model(inputs()))
-    model.eval()
-    assert torch.equal(model(inputs()), model(inputs()))
-
-
-def test_a_graph_of_torch_fx_has_dropout_in_training_alone():
-    model = add_adapters(nn.Sequential(nn.Linear(8, 8)), LowRank, dropout=0.5)
-    nn.init.normal_(model[0].update.adapter.G)
-    graph, x = torch.fx.symbolic_trace(model).eval(), torch.randn(3, 8)
-    assert torch.equal(graph(x), model.eval()(x))
-
-
-def test_adapters_of_a_model_in_eval_mode_are_in_eval_mode():
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
-    add_adapters(model, partial(LowRank, rank=2), dropout=0.5)
+    model, x = train(add_adapters(made(), FACTORY, dropout=0.5)), inputs()
+    assert not torch.equal(model(x), model(x))
+    graph = torch.fx.symbolic_trace(model).eval()
+    assert torch.equal(model.eval()(x), model(x)) and torch.equal(graph(x), model(x))
+    model = add_adapters(made().eval(), FACTORY, dropout=0.5)
     assert not any(module.training for module in model.modules())
 
 
@@ -402,12 +382,6 @@ def test_operators_have_a_rate_of_their_own():
     assert (others["lr"], operators["lr"]) == (0.01, 0.001)
     assert len(others["params"]) == 5 and len(operators["params"]) == 8
     assert len(adapter_parameter_groups(add_adapters(made(), Circulant), lr=0.01)) == 1
-
-
-def test_each_layer_that_gets_an_adapter_is_logged(caplog):
-    with caplog.at_level(logging.INFO, "lightning_struct"):
-        add_adapters(made(), FACTORY)
-    assert [record.getMessage()[:6] for record in caplog.records] == ["0 gets", "2 gets"]
 
 
 def gradients_of_a_share(rank):
@@ -489,6 +463,8 @@ def test_classes_of_modules_are_trained():
         "1.weight",
         "1.bias",
     }
+    with pytest.raises(TypeError, match="no adapter for 0: an adapter must be a structured layer.*Linear"):
+        add_adapters(made(), nn.Linear)
     for wrong in 5, [int]:
         with pytest.raises(TypeError, match="train takes names of modules and parameters.*, but has"):
             add_adapters(made(), FACTORY, train=wrong)
@@ -501,11 +477,6 @@ def test_adapter_beside_a_structured_base_is_not_merged():
         ValueError, match="the adapter of 0 cannot .*: its base is a LowRank.*before the base is replaced"
     ):
         merge_adapters(model)
-
-
-def test_factory_of_something_else_is_an_error():
-    with pytest.raises(TypeError, match="no adapter for 0: an adapter must be a structured layer.*Linear"):
-        add_adapters(made(), nn.Linear)
 
 
 class Activated(nn.Linear):

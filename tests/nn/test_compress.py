@@ -122,7 +122,7 @@ def increase_of(layers, choice):
     return sum(layer[i].loss_increase for layer, i in zip(layers, choice, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_best_choice_is_found(seed):
     """Also where the budget is, to the last parameter, the size of one choice."""
     generator = random.Random(seed)

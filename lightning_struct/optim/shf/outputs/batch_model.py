@@ -162,9 +162,14 @@ class BatchModel:
         cotangent = self.loss.sqrt_hessian(self.outputs, self.targets, self._residual)
         value_here = self.loss.value(self.outputs, self.targets)
         if not isinstance(value_here, Tensor) or value_here.ndim:
+            found = (
+                f"a tensor of {tuple(value_here.shape)}"
+                if isinstance(value_here, Tensor)
+                else type(value_here).__name__
+            )
             raise TypeError(
-                f"{type(self.loss).__name__}.value returned {_described(value_here)}: it must be a tensor without "
-                "dimensions, the mean over samples"
+                f"{type(self.loss).__name__}.value returned {found}: it must be a tensor without dimensions, the mean "
+                "over samples"
             )
         sums = torch.zeros(4, dtype=torch.float64, device=self._device)
         sums[0] = value_here.to(torch.float64) * len(self.targets)
@@ -342,7 +347,3 @@ def _sum_of_squares(shares: Sequence[Contribution], gradient: Tensor) -> tuple[T
         error -= share.total().view_as(error)
     scale = torch.maximum(inner(gradient, gradient), 0.01 * squares)
     return squares, inner(error, error) <= torch.finfo(gradient.dtype).eps * scale
-
-
-def _described(value: Any) -> str:
-    return f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

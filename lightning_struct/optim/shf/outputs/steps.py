@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.collective import all_reduce, rank, world_size
+from lightning_struct.collective import gather_numbers, rank, world_size
 from lightning_struct.functional.checks import first_line
 from lightning_struct.functional.jacobian.losses import GaussNewtonLoss
 from lightning_struct.functional.layers.calls import rows_of_arguments
@@ -97,8 +97,8 @@ class OutputSteps(Steps):
         self._validation = None if batches is None else list(batches)
         if self._validation is None:
             return
-        samples = torch.tensor([sum(len(targets) for _, targets in self._validation)], device=device)
-        if all_reduce(samples).item() == 0:
+        samples = sum(len(targets) for _, targets in self._validation)
+        if not any(count for (count,) in gather_numbers([samples], device)):
             self._validation = None
             raise ValueError("the validation data has no samples: give a validation set, or None to do without")
 

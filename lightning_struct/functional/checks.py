@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from numbers import Integral, Real
+
+# A warning points at the first caller outside of these.
+_PACKAGES = ("lightning_struct", "torch", "lightning", "pytorch_lightning", "contextlib")
 
 
 class NotFinite(ValueError, FloatingPointError):
@@ -36,3 +41,11 @@ def is_real(value: object) -> bool:
 def first_line(error: Exception) -> str:
     """Type and message of an error, which may go on for pages."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the user's code that led here."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_struct.functional.checks import warn
 from lightning_struct.functional.torch_tools import in_eval_mode
 from lightning_struct.nn.channels import CONVOLUTIONS, why_not_patches, why_not_pointwise
 from lightning_struct.nn.replace import (
@@ -265,11 +265,10 @@ def replace_conv(
             ((size, out_size),) = seen
             blocks = layer.in_channels * layer.out_channels // layer.groups
             if blocks > _MANY_BLOCKS:
-                warnings.warn(
+                warn(
                     f"{name or 'the model'} becomes {blocks:,} blocks, one for each pair of channels, which are made "
                     "and called one by one: this takes much time and memory. Leave such layers out by exclude=..., or "
-                    "take compress",
-                    stacklevel=2,
+                    "take compress"
                 )
             replacements[id(layer)] = blocks_in_place_of(name, layer, size, out_size, factory)
             log_replacement(name, layer, replacements[id(layer)])

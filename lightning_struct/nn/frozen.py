@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from lightning_struct.functional.checks import warn
 from lightning_struct.functional.structured.arguments import has_values
 from lightning_struct.functional.structured.prepared import (
     DenseMatrix,
@@ -248,10 +248,9 @@ class FrozenLinear(nn.Module):
         self._prepared = None
         saved = {name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)} - {"bias"}
         if saved and not any(name.startswith("matrix_") for name in saved):
-            warnings.warn(
+            warn(
                 f"a frozen {self.class_name} stays with the matrix it has, because it was not frozen when it was "
-                "saved: load what was saved into the model, and freeze that",
-                stacklevel=2,
+                "saved: load what was saved into the model, and freeze that"
             )
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_struct.functional.checks import warn
 from lightning_struct.nn.attention import PROJECTIONS
 from lightning_struct.nn.channels import CONVOLUTIONS, ChannelLinear, PatchLinear, as_matrix, in_place_of
 from lightning_struct.nn.convolutions import BlockStructured, blocks_in_place_of
@@ -64,10 +64,9 @@ def layer_structure(model: nn.Module) -> Structure:
             structure[name] = entry
             parts |= set(layer.modules()) - {layer}
     if frozen := [name or "the model" for name, layer in model.named_modules() if isinstance(layer, FrozenLinear)]:
-        warnings.warn(
+        warn(
             f"layer_structure leaves out {len(frozen)} frozen layers, such as {frozen[0]}: what they were made with is "
-            "not known any more. Call it on the model from before freeze",
-            stacklevel=2,
+            "not known any more. Call it on the model from before freeze"
         )
     return structure
 

@@ -6,7 +6,6 @@ import functools
 import inspect
 import logging
 import reprlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -14,6 +13,7 @@ from typing import cast
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_struct.functional.checks import warn
 from lightning_struct.functional.layers.registry import hidden_layers
 from lightning_struct.nn.attention import StructuredAttention, projections_of, why_not_called, with_own_projections
 from lightning_struct.nn.channels import has_linear_weight, in_place_of, is_pointwise, linear_of, why_not_linear
@@ -136,10 +136,9 @@ def replace_linear(
             )
         frozen = [name or "the model" for name, layer in places if not any(p.requires_grad for p in layer.parameters())]
         if frozen and not is_from_linear(factory):
-            warnings.warn(
+            warn(
                 f"{', '.join(frozen)}: frozen weights were replaced by random ones, which stay frozen. Leave such "
-                "layers out by exclude=..., or begin near to their weights by the from_linear of a class",
-                stacklevel=2,
+                "layers out by exclude=..., or begin near to their weights by the from_linear of a class"
             )
         return put_in_place(called, places)
 
@@ -211,7 +210,7 @@ def put_in_place(model: Model, places: list[tuple[str, nn.Module]]) -> Model:
         if makers := weight_makers(old):
             messages.append(f"{shown}: {' and '.join(makers)} of its weight is not carried over to the new layer")
     for message in messages:
-        warnings.warn(message, stacklevel=3)  # where the function was called that calls this one
+        warn(message)
     return set_modules(model, places)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.checks import NotFinite, is_integer
+from lightning_struct.functional.checks import NotFinite, is_integer, warn
 from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, affine, prepare_dense
 from lightning_struct.nn.approximation import best_factor, refine_, relative_error
 from lightning_struct.nn.frozen import FrozenLinear, PreparedForms, changes_unseen, dense_is_faster
@@ -276,7 +275,7 @@ class StructuredLinear(nn.Module):
             reason = "it was frozen when it was saved: load what was saved into freeze(model)"
         else:
             return
-        warnings.warn(f"a {type(self).__name__} stays with the weights it has, because {reason}", stacklevel=2)
+        warn(f"a {type(self).__name__} stays with the weights it has, because {reason}")
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -1,9 +1,7 @@
-"""Code that both optimizers share: checks of the module and its weights, warnings, and copies of an optimizer."""
+"""Code that both optimizers share: checks of the module and its weights, and copies of an optimizer."""
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-# A warning points at the first caller outside of these.
-_PACKAGES = ("lightning_struct", "torch", "lightning", "pytorch_lightning")
+from lightning_struct.functional.checks import warn
+
 # Attributes that every module has: its parameters, buffers, modules and hooks.
 _OF_TORCH = frozenset(vars(nn.Module()))
 
@@ -140,14 +138,6 @@ def warn_of_hidden(names: Sequence[str], optimizer: str) -> None:
             "its parameters. Make them attributes that are nn.Parameter, or keep them in an nn.ParameterList or "
             "nn.ParameterDict"
         )
-
-
-def warn(message: str) -> None:
-    """Warn at the line of the user's code that led here."""
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
 
 
 def state_without_hooks(optimizer: Optimizer) -> dict[str, Any]:

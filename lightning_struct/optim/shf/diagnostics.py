@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_struct.functional.checks import warn
 from lightning_struct.functional.jacobian.losses import (
     BinaryCrossEntropy,
     CrossEntropy,
@@ -25,7 +26,6 @@ from lightning_struct.optim.requirements import (
     hidden_parameters,
     refuse_distributed_tensors,
     refuse_lazy,
-    warn,
     warn_of_hidden,
 )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce, all_reduce_together
-from lightning_struct.functional.checks import first_line
+from lightning_struct.functional.checks import first_line, warn
 from lightning_struct.functional.curvature.kronecker_roots import (
     DiagonalRoot,
     KroneckerRoot,
@@ -33,7 +33,6 @@ from lightning_struct.functional.layers.registry import coupling_layer
 from lightning_struct.functional.randomness import restored_random_state
 from lightning_struct.functional.solvers.least_squares import RightPreconditioner
 from lightning_struct.optim.memory import bytes_as_text, check_memory, table
-from lightning_struct.optim.requirements import warn
 from lightning_struct.optim.shf.outputs.batch_model import BatchModel
 from lightning_struct.optim.shf.outputs.curvature_blocks import CurvatureBlock, DiagonalBlock, curvature_blocks
 from lightning_struct.optim.shf.samples import FlatWeights

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import gather_numbers, rank, world_size
-from lightning_struct.functional.checks import first_line
+from lightning_struct.functional.checks import first_line, warn
 from lightning_struct.functional.jacobian.losses import GaussNewtonLoss
 from lightning_struct.functional.layers.calls import rows_of_arguments
 from lightning_struct.functional.randomness import normal_numbers
 from lightning_struct.functional.solvers.damping import ScaledDamping, next_batch_rule
 from lightning_struct.functional.vectors import inner, root
-from lightning_struct.optim.requirements import warn
 from lightning_struct.optim.shf.outputs.batch_model import BatchModel
 from lightning_struct.optim.shf.outputs.preconditioner import (
     KroneckerFactors,

@@ -38,7 +38,7 @@ class Region(ABC):
 
     @abstractmethod
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """``count`` points, uniformly distributed, each independent of the others.
+        """``count`` points, uniformly distributed; a region of several parts may stratify them.
 
         Args:
             count: at least 0.
@@ -123,7 +123,8 @@ class Box(Region):
 class Faces(Region):
     """Faces of a box, its boundary: points where one of the coordinates is at its lowest or highest value.
 
-    Faces are drawn from in proportion to their areas.
+    Each face has its share of the points in proportion to its area, rounded at random, and at least one point. From
+    fewer points than faces, as many faces have one each, drawn in proportion to their areas, none twice.
 
     Args:
         box: the box.
@@ -140,30 +141,48 @@ class Faces(Region):
     """
 
     def __init__(self, box: Box, coordinates: Sequence[int] | None = None) -> None:
-        chosen = list(range(box.dimension) if coordinates is None else coordinates)
+        chosen = list(dict.fromkeys(range(box.dimension) if coordinates is None else coordinates))
         if not chosen or not set(chosen) <= set(range(box.dimension)):
             raise MisconfigurationException(
                 f"coordinates={coordinates} must be some of 0 to {box.dimension - 1}, those of the box"
             )
         self.box = box
-        self._sides = list(product(chosen, (box.low, box.high)))
         sizes = (box.high - box.low).tolist()
-        areas = [math.prod(size for i, size in enumerate(sizes) if i != side) for side, _ in self._sides]
-        if not sum(areas) > 0:
+        areas = {side: math.prod(size for i, size in enumerate(sizes) if i != side) for side in chosen}
+        self._sides = [(side, end) for side, end in product(chosen, (box.low, box.high)) if areas[side] > 0]
+        if not self._sides:
             raise MisconfigurationException(
                 f"The faces of coordinates {chosen} have no area in a box from {box.low.tolist()} to "
                 f"{box.high.tolist()}: choose others, or take a Box, which may be flat, for each face"
             )
-        self._areas = torch.tensor(areas, dtype=torch.float64)
+        shares = torch.tensor([areas[side] for side, _ in self._sides], dtype=torch.float64)
+        self._areas = shares / shares.sum()
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         points = self.box.sample(count, generator)
-        if count == 0:
-            return points
-        drawn = torch.multinomial(self._areas, count, replacement=True, generator=generator)
+        drawn = self._draw_faces(count, generator)
         for number, (coordinate, corner) in enumerate(self._sides):
             points[drawn == number, coordinate] = corner[coordinate]
         return points
+
+    def _draw_faces(self, count: int, generator: torch.Generator) -> Tensor:
+        """Numbers of the faces of ``count`` points, (count,), in random order."""
+        faces = len(self._sides)
+        if count < faces:
+            return torch.multinomial(self._areas, count, generator=generator) if count else torch.empty(0)
+        shares, single = count * self._areas, torch.zeros(faces, dtype=torch.bool)
+        while (small := shares < 1).any():  # small faces get one point each, the others share the rest
+            single |= small
+            rest = (count - single.sum()) / self._areas[~single].sum()
+            shares = torch.where(single, 1.0, rest * self._areas)
+        # systematic sampling: a face has its share, rounded down or up, and on average exactly
+        numbers = shares.floor()
+        ends = (shares - numbers).cumsum(0)
+        ends[-1] = count - numbers.sum()
+        start = torch.rand((), generator=generator, dtype=torch.float64)
+        numbers += (ends + start).floor().diff(prepend=torch.zeros(1, dtype=torch.float64))
+        drawn = torch.repeat_interleave(torch.arange(faces), numbers.long())
+        return drawn[torch.randperm(count, generator=generator)]
 
 
 class DifferentialEquation(ABC):

@@ -80,9 +80,41 @@ def test_coordinates_that_have_no_faces(coordinates):
         Faces(Box([0.0, 0.0], [1.0, 1.0]), coordinates)
 
 
-def test_small_faces_in_many_dimensions_are_drawn_from():
-    points = Faces(Box([0.0] * 20, [1e-3] * 20)).sample(5, torch.Generator().manual_seed(0))
-    assert ((points == 0) | (points == 1e-3)).any(dim=1).all()
+@pytest.mark.parametrize(
+    ("high", "count", "least"),
+    [
+        ([1.0], 2, [1, 1]),
+        ([1.0], 7, [3, 3]),
+        ([1.0, 1.0], 4, [1, 1, 1, 1]),
+        ([1.0, 1.0], 6, [1, 1, 1, 1]),
+        ([1.0, 3.0], 8, [3, 3, 1, 1]),
+        ([1.0, 1000.0], 4, [1, 1, 1, 1]),  # the short faces' shares are less than a point
+        ([1.0, 1000.0], 9, [3, 3, 1, 1]),
+    ],
+)
+def test_every_face_has_its_share_of_the_points(high, count, least):
+    for seed in range(20):
+        points = Faces(Box([0.0] * len(high), high)).sample(count, torch.Generator().manual_seed(seed))
+        on_faces = [(points[:, i] == end).sum().item() for i, size in enumerate(high) for end in (0.0, size)]
+        assert sum(on_faces) == count and all(
+            low <= found <= low + 1 for low, found in zip(least, on_faces, strict=True)
+        )
+
+
+def test_rounded_shares_are_right_on_average():
+    faces = Faces(Box([0.0, 0.0], [1.0, 3.0]))
+    points = torch.cat([faces.sample(5, torch.Generator().manual_seed(seed)) for seed in range(2000)])
+    shares = torch.stack([(points[:, i] == end).double().mean() for i, end in ((0, 0), (0, 1), (1, 0), (1, 3))])
+    # a short face has one point for sure, the others share the rest
+    torch.testing.assert_close(shares, torch.tensor([1.5, 1.5, 1, 1]).double() / 5, atol=0.01, rtol=0)
+    assert 0.2 < (points[::5, 0] == 0).double().mean() < 0.4  # in random order
+
+
+def test_fewer_points_than_faces_are_on_different_faces():
+    for seed in range(5):
+        points = Faces(Box([0.0] * 20, [1e-3] * 20)).sample(30, torch.Generator().manual_seed(seed))
+        assert ((points == 0) | (points == 1e-3)).sum(dim=1).eq(1).all()
+        assert torch.cat([points == 0, points == 1e-3], dim=1).sum(dim=0).max() == 1
 
 
 def test_faces_without_area_are_refused():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_struct.data.curves import synthetic_digits
-from lightning_struct.data.files import DamagedFileError, check_labels, naming_file, require_torchvision
+from lightning_struct.data.files import DamagedFileError, check_values, naming_file, require_torchvision
 from lightning_struct.data.flat_images import mean_and_std
 from lightning_struct.data.in_memory import (
     BatchedTensorDataset,
@@ -158,7 +158,7 @@ def read_official(data_dir: str, train: bool, download: bool) -> LabelledImages:
             check_official(directory)  # names the file
         raise
     labels = torch.tensor(part.targets)
-    check_labels(directory, labels, len(CLASSES))
+    check_values(directory, "label", labels, 0, len(CLASSES) - 1)
     return torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), labels
 
 

@@ -1,16 +1,16 @@
 """MNIST and USPS: hand-written digits as flat grey pixels, with their labels."""
 
+import bz2
 import math
 import struct
 from abc import abstractmethod
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from lightning_struct.data.curves import synthetic_digits
-from lightning_struct.data.files import DamagedFileError, check_labels, naming_file, require_torchvision
+from lightning_struct.data.files import DamagedFileError, check_values, naming_file, read_table, require_torchvision
 from lightning_struct.data.in_memory import (
     DownloadedDataModule,
     LabelledImages,
@@ -22,6 +22,7 @@ from lightning_struct.data.in_memory import (
 )
 
 CLASSES = 10
+USPS_MOST = 1.001  # pixels of the file are in [-1, 1], but for the rounding of its decimals
 
 
 class DigitsDataModule(DownloadedDataModule):
@@ -125,7 +126,7 @@ class MNISTDataModule(DigitsDataModule):
         part = MNIST(self.data_dir, train=train, download=download)
         if len(part.data) != len(part.targets):
             raise DamagedFileError(paths[1], f"has {len(part.targets)} labels for {len(part.data)} images")
-        check_labels(paths[1], part.targets, CLASSES)
+        check_values(paths[1], "label", part.targets, 0, CLASSES - 1)
         return part.data.flatten(1), part.targets
 
 
@@ -178,15 +179,20 @@ class USPSDataModule(DigitsDataModule):
         super().__init__(data_dir, batch_size, train_size=train_size, val_size=val_size, test_size=test_size, **options)
 
     def read_part(self, paths: list[Path], train: bool, download: bool) -> LabelledImages:
-        require_torchvision(self.title)
-        from torchvision.datasets import USPS
-
         (path,) = paths
-        with naming_file(path) if path.is_file() else nullcontext():
-            part = USPS(self.data_dir, train=train, download=download)
-        labels = torch.tensor(part.targets)
-        check_labels(path, labels, CLASSES)
-        return torch.from_numpy(part.data).flatten(1), labels
+        if not path.is_file():
+            require_torchvision(self.title)
+            from torchvision.datasets import USPS
+
+            USPS(self.data_dir, train=train, download=download)
+        with naming_file(path), bz2.open(path, "rt", encoding="utf-8") as file:
+            # "label index:pixel index:pixel ...", labels from 1
+            rows = ([word.rpartition(":")[2] for word in line.split()] for line in file)
+            table, lines = read_table(path, rows, 1 + self.image_size**2)
+        labels, images = table[:, 0] - 1, table[:, 1:].float()
+        check_values(path, "pixel", images, -USPS_MOST, USPS_MOST, lines)
+        check_values(path, "label", labels, 0, CLASSES - 1, lines)
+        return ((images + 1) / 2 * 255).clamp_(0, 255).to(torch.uint8), labels.long()  # truncated, as by torchvision
 
     def choose(self, official_train: LabelledImages, official_test: LabelledImages) -> dict[str, LabelledImages]:
         images, labels = (torch.cat(both) for both in zip(official_train, official_test, strict=True))

@@ -4,11 +4,12 @@ import lzma
 import struct
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,18 +57,62 @@ def naming_file(path: Path) -> Iterator[None]:
         raise DamagedFileError(path, f"cannot be read ({type(error).__name__}: {error})") from error
 
 
-def check_labels(path: Path, labels: Tensor, classes: int) -> None:
-    """Check that labels (n,), of any dtype, are 0 to ``classes`` - 1.
+def check_values(
+    path: Path, kind: str, values: Tensor, least: float, most: float, lines: Sequence[int] | None = None
+) -> None:
+    """Check that all values of a file are in their range; NaN and infinity are not. Labels are whole numbers, too.
+
+    Args:
+        path: the file.
+        kind: ``"label"`` or ``"pixel"``.
+        values: (n,) or (n, pixels), of any dtype, those of a sample in a row.
+        least: lowest value.
+        most: highest value.
+        lines: number of the line of each sample in a text; None for files of records.
 
     Raises:
-        DamagedFileError: names the file, and the position and value of the first label that is out of range.
+        DamagedFileError: names the file, the line (or the record) and the first value that is out of range.
     """
-    wrong = torch.isin(labels, torch.arange(classes, dtype=labels.dtype), invert=True).nonzero()
-    if len(wrong):
-        first = int(wrong[0])
-        raise DamagedFileError(
-            path, f"gives sample {first} (counted from 0) the label {labels[first]:g}, not one of 0 to {classes - 1}"
-        )
+    right = (values >= least) & (values <= most)
+    if kind == "label":
+        right &= values == values.round()
+    if not right.all():
+        first = tuple((~right).nonzero()[0].tolist())
+        place = f"sample {first[0]} (counted from 0)" if lines is None else f"line {lines[first[0]]}"
+        allowed = f"one of {least} to {most}" if kind == "label" else f"a number from {least:g} to {most:g}"
+        raise DamagedFileError(path, f"gives {place} the {kind} {values[first]:g}, not {allowed}")
+
+
+def read_table(path: Path, rows: Iterable[Sequence[str]], columns: int) -> tuple[Tensor, list[int]]:
+    """Read the numbers of a text, as many in each line.
+
+    Args:
+        path: the file, for errors.
+        rows: words of each line; those without a word are passed over.
+        columns: words that a line should have.
+
+    Returns:
+        Numbers (n, columns), float64, and the number of the line of each row, counted from 1.
+
+    Raises:
+        DamagedFileError: if there is no line, or one has more or fewer words or one that is no number; names it.
+    """
+    table, lines = [], []
+    for line, words in enumerate(rows, start=1):
+        if not words:
+            continue
+        if len(words) != columns:
+            raise DamagedFileError(
+                path, f"has {len(words)} numbers in line {line}, not {columns}: the pixels and a label"
+            )
+        try:
+            table.append(np.array(words, dtype=np.float64))
+        except ValueError as error:
+            raise DamagedFileError(path, f"has more than numbers in line {line}: {error}") from error
+        lines.append(line)
+    if not table:
+        raise DamagedFileError(path, "has no lines of numbers")
+    return torch.from_numpy(np.stack(table)), lines
 
 
 def check_vocabulary(saved: Sequence[str], here: Sequence[str], source: str, options: str) -> None:

@@ -1,22 +1,16 @@
-"""Images of Larochelle et al. (2007): digits that are turned, or lie on noise or on pictures, and rectangles.
-
-The official files are texts, ``.amat``: a line stands for an image, its pixels row by row, and then its label, as
-decimal numbers between spaces. Lines that begin with ``#`` may stand at the head.
-"""
+"""Images of Larochelle et al. (2007): digits that are turned, or lie on noise or on pictures, and rectangles."""
 
 import math
-import warnings
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from lightning_struct.data.amat import read_amat
 from lightning_struct.data.curves import synthetic_digits
 from lightning_struct.data.digits import MNISTDataModule
-from lightning_struct.data.files import DamagedFileError, check_labels
 from lightning_struct.data.flat_images import FlatImagesDataModule
 from lightning_struct.data.in_memory import LabelledImages, split_at_random, split_in_order
 from lightning_struct.utilities.checks import check
@@ -308,38 +302,3 @@ def generate_rectangles(count: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     edge_rows, edge_columns = on_edge.unbind(1)
     outlines = (rows[:, :, None] & edge_columns[:, None]) | (edge_rows[:, :, None] & columns[:, None])
     return outlines.flatten(1).float(), (sides[:, 1] > sides[:, 0]).long()
-
-
-def read_amat(path: Path, pixels: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Read the images and labels of one ``.amat`` file.
-
-    Args:
-        path: path of the file.
-        pixels: count of the numbers before the label of each line.
-        classes: labels are 0 to ``classes - 1``.
-
-    Returns:
-        Images (n, pixels), float32, in the order of the file; labels (n,), int64.
-
-    Raises:
-        OSError: if the file cannot be read.
-        DamagedFileError: if it has anything but numbers, a line is too short or too long, or a label is out of range.
-    """
-    with path.open("rb") as file:
-        begin = file.tell()
-        while file.readline().startswith(b"#"):
-            begin = file.tell()
-        file.seek(begin)
-        with warnings.catch_warnings():
-            # text that is not a number; since numpy 2.4 a ValueError
-            warnings.simplefilter("error", DeprecationWarning)
-            try:
-                numbers = np.fromfile(file, dtype=np.float64, sep=" ")
-            except (DeprecationWarning, ValueError) as error:
-                raise DamagedFileError(path, f"has more than numbers: {error}") from error
-    if numbers.size == 0 or numbers.size % (pixels + 1):
-        raise DamagedFileError(path, f"has {numbers.size} numbers, not lines of {pixels} pixels and a label")
-    table = numbers.reshape(-1, pixels + 1)
-    labels = torch.from_numpy(table[:, -1].copy())
-    check_labels(path, labels, classes)
-    return torch.from_numpy(table[:, :-1].astype(np.float32)), labels.long()

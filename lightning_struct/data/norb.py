@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from lightning_struct.data.files import DamagedFileError, check_labels, naming_file
+from lightning_struct.data.files import DamagedFileError, check_values, naming_file
 from lightning_struct.data.flat_images import FlatImagesDataModule
 from lightning_struct.data.in_memory import LabelledImages
 from lightning_struct.data.larochelle import picture_patches
@@ -158,7 +158,7 @@ def read_left_images(directory: Path, stem: str) -> LabelledImages:
     path = packed_or_not(directory, f"{stem}-cat.mat")
     with open_matrix(path) as (file, shape, dtype):
         labels = torch.from_numpy(read_elements(file, math.prod(shape), dtype).astype(np.int64))
-    check_labels(path, labels, CLASSES)
+    check_values(path, "label", labels, 0, CLASSES - 1)
     path = packed_or_not(directory, f"{stem}-dat.mat")
     with open_matrix(path) as (file, shape, dtype):
         if len(shape) != 4 or shape[1] != 2 or dtype != np.uint8 or shape[0] != len(labels):

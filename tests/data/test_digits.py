@@ -3,6 +3,7 @@ import bz2
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torchvision.datasets import USPS
 
 from lightning_struct.data import MNISTDataModule, USPSDataModule
 from tests.data.official import prepared, write_mnist
@@ -103,13 +104,34 @@ def test_other_count_of_labels_than_of_images_is_refused(tmp_path):
         prepared(MNISTDataModule(str(tmp_path), download=False, **MNIST_SIZES))
 
 
-def test_labels_of_usps_out_of_range_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda words: [b"12", *words[1:]], "gives line 4 the label 11, not one of 0 to 9"),
+        (lambda words: words[:-1], "has 256 numbers in line 4, not 257"),
+        (lambda words: [*words, b"257:0"], "has 258 numbers in line 4, not 257"),
+        (lambda words: [*words[:-1], b"256:nan"], "gives line 4 the pixel nan, not a number from -1.001 to 1.001"),
+        (lambda words: [*words[:-1], b"256:inf"], "gives line 4 the pixel inf"),
+        (lambda words: [words[0], b"1:1e9", *words[2:]], r"gives line 4 the pixel 1e\+09"),
+        (lambda words: [*words[:-1], b"256:x"], "has more than numbers in line 4: .*x"),
+    ],
+)
+def test_damaged_lines_of_usps_are_refused(tmp_path, damage, problem):
     write_usps(tmp_path)
     lines = bz2.decompress((tmp_path / "usps.t.bz2").read_bytes()).splitlines()
-    lines[3] = b"12" + lines[3][lines[3].index(b" ") :]
+    lines[3] = b" ".join(damage(lines[3].split()))
     (tmp_path / "usps.t.bz2").write_bytes(bz2.compress(b"\n".join(lines)))
-    with pytest.raises(MisconfigurationException, match="usps.t.bz2 gives sample 3 .* the label 11"):
+    with pytest.raises(MisconfigurationException, match=f"usps.t.bz2 {problem}"):
         prepared(USPSDataModule(str(tmp_path), download=False, **USPS_SIZES))
+
+
+def test_pixels_of_usps_are_those_of_torchvision(tmp_path):
+    write_usps(tmp_path)
+    data = USPSDataModule(str(tmp_path), download=False)
+    for train, (images, labels) in zip((True, False), data.read(download=False), strict=True):
+        official = USPS(str(tmp_path), train=train)
+        assert torch.equal(images, torch.from_numpy(official.data).flatten(1))
+        assert labels.tolist() == official.targets
 
 
 def test_missing_torchvision_names_the_extra(tmp_path, no_torchvision):

@@ -9,7 +9,6 @@ from lightning_struct.data.larochelle import (
     FILES,
     generate_rectangles,
     picture_patches,
-    read_amat,
     rotate,
     uniform_noise,
     vary_digits,
@@ -170,37 +169,3 @@ def test_official_files_of_rectangles_are_read(tmp_path):
     splits = prepared_rectangles(data_dir=str(tmp_path))
     assert [len(part) for part in splits] == [17, 3, 8]
     assert splits.test.tensors[0][:, 0].min() > splits.train.tensors[0][:, 0].max()
-
-
-def write_text(directory, text):
-    path = directory / "some.amat"
-    path.write_text(text)
-    return path
-
-
-def test_lines_are_pixels_and_a_label(tmp_path):
-    path = write_text(tmp_path, "0.0 0.25 1 2.0\n 1e-3 0.5 0 0.0\n")
-    images, labels = read_amat(path, pixels=3, classes=3)
-    assert torch.equal(images, torch.tensor([[0.0, 0.25, 1.0], [1e-3, 0.5, 0.0]])) and images.dtype == torch.float32
-    assert labels.tolist() == [2, 0] and labels.dtype == torch.int64
-
-
-def test_comments_at_the_head_are_passed_over(tmp_path):
-    path = write_text(tmp_path, "#size: 1 3\n#sizes: 2 1 0\n0.5 1 1\n")
-    assert read_amat(path, pixels=2, classes=2)[0].tolist() == [[0.5, 1.0]]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "has 0 numbers"),
-        ("0.5 1 1\n0.5 1\n", "has 5 numbers, not lines of 2 pixels and a label"),
-        ("0.5 1 1\n<html> 1 1\n", "some.amat has more than numbers"),
-        ("0.5 1 1\n1 0.5 0.25\n", "some.amat gives sample 1 .* the label 0.25, not one of 0 to 1"),
-        ("0.5 1 2\n", "some.amat gives sample 0 .* the label 2, not one of 0 to 1"),
-        ("0.5 1 nan\n", "the label nan"),
-    ],
-)
-def test_damaged_file_is_refused(tmp_path, text, message):
-    with pytest.raises(ValueError, match=message):
-        read_amat(write_text(tmp_path, text), pixels=2, classes=2)

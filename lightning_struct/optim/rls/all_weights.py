@@ -54,7 +54,9 @@ def mark_as_stepped(gradient: Tensor) -> None:
     setattr(gradient, _STEPPED, gradient._version)
 
 
-def check_finite(module: nn.Module, norms: StepNorms, means: Mapping[TrainedWeight, Tensor], step: int) -> None:
+def check_finite(
+    module: nn.Module, norms: StepNorms, means: Mapping[TrainedWeight, Tensor], step: int, remedy: str
+) -> None:
     """Raise where anything that the step reads is not finite.
 
     Args:
@@ -62,6 +64,7 @@ def check_finite(module: nn.Module, norms: StepNorms, means: Mapping[TrainedWeig
         norms: of the step.
         means: of :func:`mean_inputs`.
         step: the number of the step, from 1 on.
+        remedy: end of the message.
 
     Raises:
         NotFinite: NaN or infinity in gradients or x̄; named are the step and where it is.
@@ -73,8 +76,7 @@ def check_finite(module: nn.Module, norms: StepNorms, means: Mapping[TrainedWeig
     wrong += [f"the inputs of {weight.name}" for weight, mean in means.items() if not mean.isfinite().all()]
     raise NotFinite(
         f"RLS step {step}: NaN or infinity in {', '.join(wrong) or 'the norm of the gradients'};"
-        " no weight and no P was changed. Look at the loss and the data of this batch; lower lr, and where max_gain is "
-        "None set max_grad_norm"
+        f" no weight and no P was changed. Look at the loss and the data of this batch{remedy}"
     )
 
 

@@ -12,7 +12,13 @@ from torch import nn
 from lightning_struct.collective import world_size
 from lightning_struct.functional.layers.registry import excluded_modules
 from lightning_struct.optim.memory import bytes_as_text, table
-from lightning_struct.optim.requirements import WEIGHTS_ALONE, check_module, refuse_distributed_tensors
+from lightning_struct.optim.requirements import (
+    WEIGHTS_ALONE,
+    check_module,
+    hidden_parameters,
+    refuse_distributed_tensors,
+    warn_of_hidden,
+)
 from lightning_struct.optim.rls.all_weights import (
     ROWS_OF_PROCESSES,
     check_finite,
@@ -282,7 +288,12 @@ class RLS(OptimizerWithAuxiliary):
         if not means:
             self._check_parameters()
         norms = step_norms(_parameters(self.param_groups), means)
-        check_finite(self.module, norms, means, number)
+        is_exact = isinstance(self.settings.form, RowByRowP)
+        remedy = "" if is_exact else "; lower lr, and if max_gain is None set max_grad_norm"
+        check_finite(self.module, norms, means, number, remedy)
+        if number == 1:
+            hidden = hidden_parameters(self.module).items()
+            warn_of_hidden([name for name, parameter in hidden if parameter.grad is not None], "RLS")
         of_weights = {weight: self._state_of(weight) for weight in means}
         clip, max_gain = norms.clip_coefficient(self.settings.max_grad_norm), self.settings.max_gain
         # A module that is one layer, and has read one row of each sample: its steps are those of regression.

@@ -7,6 +7,7 @@ import gc
 import io
 import math
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -770,3 +771,35 @@ def test_state_of_version_0_2_is_taken_over() -> None:
     train(module, optimizer, range(2, 4))
     train(again, loaded, range(2, 4))
     assert torch.equal(weights(module), weights(again))
+
+
+class Hiding(nn.Module):
+    """Scales its outputs by a parameter in a list; another one is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 2)
+        self.scales, self.unused = [nn.Parameter(torch.ones(2))], [nn.Parameter(torch.ones(2))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.scales[0]
+
+
+def test_parameters_that_nobody_trains_are_named_once() -> None:
+    module = Hiding()
+    optimizer = RLS(module)
+    for step in range(2):
+        optimizer.zero_grad()
+        module(torch.randn(5, 3)).square().mean().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert [str(w.message).partition(":")[0] for w in caught] == ["RLS does not train scales[0]"] * (step == 0)
+
+
+def test_the_error_of_exact_recursion_names_no_setting_that_it_has_not() -> None:
+    layer = nn.Linear(3, 2)
+    optimizer = RLS.exact(layer)
+    layer(torch.full((2, 3), math.nan)).square().sum().backward()
+    with pytest.raises(ValueError, match="Look at the loss and the data of this batch$"):
+        optimizer.step()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from lightning_struct.functional.checks import NotFinite
 from lightning_struct.functional.layers.registry import hidden_layers, kind_of, plain_name
 from lightning_struct.nn.attention import PROJECTIONS
 from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, is_pointwise, linear_of
@@ -144,8 +145,8 @@ def merge_adapters(model: Model) -> Model:
         ``model``; the base if it is an adapted layer itself.
 
     Raises:
-        ValueError: the model has no adapters; or a weight is parametrized or quantised, so that nothing can be added to
-            it. The model then stays as it was.
+        ValueError: the model has no adapters; an adapter holds NaN or infinity; or a weight is parametrized or
+            quantised, so that nothing can be added to it. The model then stays as it was.
 
     Example:
         >>> from lightning_struct.nn import LDRSubdiagonal
@@ -161,6 +162,14 @@ def merge_adapters(model: Model) -> Model:
     linear = [(name, layer) for name, layer in named if isinstance(layer, AdaptedLinear)]
     for name, layer in linear:
         _check_can_merge(name, layer)
+    for name, update in named:
+        if not isinstance(update, StructuredUpdate):
+            continue
+        if wrong := [part for part, p in update.named_parameters() if not p.isfinite().all()]:
+            raise NotFinite(
+                f"the adapter {name} holds NaN or infinity in {', '.join(wrong)}, and is not added to the weights: "
+                "load an earlier state by load_adapter_state_dict"
+            )
     for layer in dict.fromkeys(layer for _, layer in linear):
         _merge(layer)
     model = set_modules(model, [(name, layer.base) for name, layer in linear])

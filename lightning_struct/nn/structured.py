@@ -88,6 +88,10 @@ class StructuredLinear(nn.Module):
         super().__init__()
         self.in_features = positive_size("in_features", in_features)
         self.out_features = positive_size("out_features", out_features)
+        if not isinstance(bias, bool):
+            raise TypeError(f"bias must be True or False, but is {bias!r}")
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"{type(self).__name__} computes with real floating-point numbers, but dtype is {dtype}")
         self.register_parameter("bias", None)
         if bias:
             self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype))

@@ -551,3 +551,15 @@ def test_parametrized_weight_is_adapted_and_merged_without_its_parametrization()
     nn.utils.parametrize.remove_parametrizations(model[0].base, "weight")
     torch.testing.assert_close(merge_adapters(model)(inputs()), after)
     assert set(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("model", [nn.Linear(8, 8), nn.MultiheadAttention(8, 2)], ids=["linear", "attention"])
+def test_adapters_that_are_not_finite_are_not_merged(model):
+    adapted = add_adapters(copy.deepcopy(model), LowRank)
+    before = {name: p.clone() for name, p in adapted.named_parameters()}
+    name, parameter = next((name, p) for name, p in adapted.named_parameters() if p.requires_grad)
+    with torch.no_grad():
+        parameter.view(-1)[0] = before[name].view(-1)[0] = torch.inf
+    with pytest.raises(ValueError, match="adapter .* holds NaN or infinity in .*load_adapter_state_dict"):
+        merge_adapters(adapted)
+    assert all(torch.equal(p, before[name]) for name, p in adapted.named_parameters())

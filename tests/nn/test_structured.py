@@ -338,6 +338,11 @@ def test_wrong_sizes_and_parameters_that_are_not_finite_are_named(name):
     for sizes, message in (((0, 4), "in_features .* 0"), ((4, -1), "out_features .* -1"), ((4.0, 4), "in_f.* 4.0")):
         with pytest.raises(ValueError, match=message):
             FACTORIES[name](*sizes)
+    for dtype in (torch.complex64, torch.int64):
+        with pytest.raises(TypeError, match=f"real floating-point numbers, but dtype is {dtype}"):
+            FACTORIES[name](12, 12, dtype=dtype)
+    with pytest.raises(TypeError, match="bias must be True or False, but is 'no'"):
+        FACTORIES[name](12, 12, bias="no")
     layer = make(name).eval()
     weight = layer.weight_names[0]
     with torch.no_grad():

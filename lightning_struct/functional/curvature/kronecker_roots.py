@@ -83,8 +83,8 @@ def kronecker_root(inputs: Tensor, outputs: Tensor, damping: float) -> Kronecker
         tensor([[[1., 1., 1.],
                  [1., 1., 1.]]])
     """
-    of_inputs, of_outputs = _shifts(inputs, outputs, damping)
-    return KroneckerRoot(_root(inputs, of_inputs), _root(outputs, of_outputs))
+    of_inputs, of_outputs = map(_root, (inputs, outputs), _shifts(inputs, outputs, damping))
+    return KroneckerRoot(of_inputs, of_outputs)
 
 
 def unchecked_kronecker_root(inputs: Tensor, outputs: Tensor, damping: float) -> tuple[KroneckerRoot, Tensor]:
@@ -92,10 +92,9 @@ def unchecked_kronecker_root(inputs: Tensor, outputs: Tensor, damping: float) ->
 
     Where it is not, :func:`kronecker_root` finds the root in float64, or raises.
     """
-    of_inputs, of_outputs = _shifts(inputs, outputs, damping)
-    root_of_inputs, first = _unchecked_root(inputs, of_inputs)
-    root_of_outputs, second = _unchecked_root(outputs, of_outputs)
-    return KroneckerRoot(root_of_inputs, root_of_outputs), first & second
+    shifts = _shifts(inputs, outputs, damping)
+    roots, good = zip(*map(_unchecked_root, (inputs, outputs), shifts), strict=True)
+    return KroneckerRoot(*roots), good[0] & good[1]
 
 
 def is_invertible(root: KroneckerRoot | DiagonalRoot) -> Tensor:
@@ -105,9 +104,11 @@ def is_invertible(root: KroneckerRoot | DiagonalRoot) -> Tensor:
     """
     if isinstance(root, DiagonalRoot):
         return torch.zeros((), dtype=torch.bool, device=root.root.device)
-    conditions = [_condition(factor) for factor in (root.inputs, root.outputs) if factor.ndim == 3]
-    if not conditions:
+    triangles = [factor for factor in (root.inputs, root.outputs) if factor.ndim == 3]
+    if not triangles:
         return torch.ones((), dtype=torch.bool, device=root.inputs.device)
+    # bounds from above on λ_max by estimates of λ_min, (groups,) of each factor
+    conditions = [t.square().sum((1, 2)) / t.diagonal(dim1=1, dim2=2).amin(1).square() for t in triangles]
     return torch.cat(conditions).max() * torch.finfo(root.inputs.dtype).eps < _LARGEST_ERROR
 
 
@@ -133,16 +134,12 @@ def unchecked_diagonal_root(diagonal: Tensor, damping: float) -> tuple[DiagonalR
 
 def _shifts(inputs: Tensor, outputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """π μ and μ/π, (groups,)."""
-    of_inputs, of_outputs = _mean_eigenvalue(inputs), _mean_eigenvalue(outputs)
+    diagonals = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in (inputs, outputs))
+    of_inputs, of_outputs = (diagonal.mean(1) for diagonal in diagonals)  # the mean eigenvalues
     defined = (of_inputs > 0) & (of_outputs > 0)
     # The quotient of the roots: that of the numbers may be out of range.
     ratio = torch.where(defined, of_inputs.sqrt() / torch.where(defined, of_outputs, 1.0).sqrt(), 1.0)
     return damping * ratio, damping / ratio
-
-
-def _mean_eigenvalue(factor: Tensor) -> Tensor:
-    diagonal = factor if factor.ndim == 2 else factor.diagonal(dim1=1, dim2=2)
-    return diagonal.mean(1)
 
 
 def _root(factor: Tensor, shift: Tensor) -> Tensor:
@@ -163,11 +160,6 @@ def _unchecked_root(factor: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     damped.diagonal(dim1=1, dim2=2).add_(shift[:, None])
     root, info = torch.linalg.cholesky_ex(damped)
     return root, finite & (info == 0).all() & root.diagonal(dim1=1, dim2=2).isfinite().all()
-
-
-def _condition(root: Tensor) -> Tensor:
-    """A bound from above on λ_max by an estimate of λ_min, (groups,)."""
-    return root.square().sum((1, 2)) / root.diagonal(dim1=1, dim2=2).amin(1).square()
 
 
 def _inverse(root: Tensor) -> Tensor:

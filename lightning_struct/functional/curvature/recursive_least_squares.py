@@ -210,18 +210,15 @@ class LowRankInverse(InverseAutocorrelation):
         return mean - torch.bmm(along.mT, self._used)[:, 0]
 
     def multiply(self, features: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
-        n = features.shape[-1]
-        used = self._used
-        along = _product(features, constants, used.mT)
-        return torch.baddbmm(features, along, used[:, :, :n], alpha=-1), torch.baddbmm(
-            constants, along, used[:, :, n:], alpha=-1
-        )
+        along = _product(features, constants, self._used.mT)
+        of_features, of_constants = _split(self._used, features.shape[-1])
+        return torch.baddbmm(features, along, of_features, alpha=-1), constants.baddbmm(along, of_constants, alpha=-1)
 
     def add_product_(self, targets: Sequence[Tensor], features: Tensor, constants: Tensor, factor: Tensor) -> None:
         used, factor = self._used, factor[:, None, None]
         along = _product(features, constants, used.mT).mul_(factor)
-        n = features.shape[-1]
-        for target, rows, part in zip(targets, (features, constants), (used[:, :, :n], used[:, :, n:]), strict=True):
+        parts = _split(used, features.shape[-1])
+        for target, rows, part in zip(targets, (features, constants), parts, strict=True):
             target.addcmul_(rows, factor).baddbmm_(along, part, alpha=-1)
 
     def subtract_product_(self, targets: Sequence[Tensor], features: Tensor, constants: Tensor, factor: float) -> None:

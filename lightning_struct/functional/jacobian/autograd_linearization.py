@@ -73,10 +73,8 @@ class _Autograd(Linearization):
         """Jᵢᵀuᵢ, a few samples at a time, stacked along a new first dimension."""
         name = None if self._module is None else coupling_layer(self._module)
         if name is not None:
-            raise ValueError(
-                f"{name} normalises over the batch, so a gradient per sample is not defined: put it in eval mode, with "
-                "running statistics, or do without per-sample quantities"
-            )
+            remedy = "put it in eval mode, with running statistics, or do without per-sample quantities"
+            raise ValueError(f"{name} normalises over the batch, so a gradient per sample is not defined: {remedy}")
         point = {name: p.detach() for name, p in self._point.items()}
         u = u.to(self._graph.dtype)
 
@@ -130,10 +128,9 @@ class DoubleBackward(_Autograd):
         try:
             (tangent,) = torch.autograd.grad(self._vjp_graph, self._u, tangents, retain_graph=True)
         except NotImplementedError as error:
-            raise ValueError(
-                f"products with the Jacobian need a second derivative that torch does not have: {error} Compute the "
-                "same by other operations, for example nn.EmbeddingBag by nn.Embedding and a sum or mean"
-            ) from error
+            remedy = "Compute the same by other operations, as nn.EmbeddingBag by nn.Embedding and a sum or mean"
+            missing = "products with the Jacobian need a second derivative that torch does not have"
+            raise ValueError(f"{missing}: {error} {remedy}") from error
         return tangent
 
 

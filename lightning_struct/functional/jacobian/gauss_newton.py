@@ -131,10 +131,8 @@ class _Chunked(Linearization):
             raise ValueError("chunks are linearised in every product, for which 'linearize' is too dear")
         name = coupling_layer(function) if isinstance(function, nn.Module) else None
         if name is not None:
-            raise ValueError(
-                f"{name} normalises over the batch: chunks would change the function; put it in eval mode, with "
-                "running statistics, or leave chunk_size out"
-            )
+            remedy = "put it in eval mode, with running statistics, or leave chunk_size out"
+            raise ValueError(f"{name} normalises over the batch: chunks would change the function; {remedy}")
         self._function, self._point = function, params
         sizes = {a.shape[0] for a in args if isinstance(a, Tensor)}
         sizes = sizes or {t.shape[0] for t in tensors_in(args) if t.ndim}  # of dicts
@@ -142,9 +140,7 @@ class _Chunked(Linearization):
             raise ValueError(f"chunks need tensors with one common batch size among the arguments, got {sorted(sizes)}")
         (self._n,) = sizes
         self._rows = [slice(start, start + chunk_size) for start in range(0, self._n, chunk_size)]
-        self._args = args
-        self._random_state = random_state(*args)
-        self._backend = backend
+        self._args, self._random_state, self._backend = args, random_state(*args), backend
         outputs = []
         for _, chunk in self._draw():
             outputs.append(chunk.outputs)

@@ -53,10 +53,8 @@ class SquaredError:
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.shape != targets.shape:
-            raise ValueError(
-                f"outputs are {tuple(outputs.shape)} but targets {tuple(targets.shape)}: they must be alike"
-                f"{_of_one_output(outputs, targets)}"
-            )
+            shapes = f"outputs are {tuple(outputs.shape)} but targets {tuple(targets.shape)}"
+            raise ValueError(f"{shapes}: they must be alike{_of_one_output(outputs, targets)}")
         if not targets.is_floating_point():
             _refuse_complex(targets)
             raise TypeError(
@@ -155,12 +153,9 @@ class CrossEntropy:
         if outputs.ndim < 2 or targets.shape != expected:
             remedy = ""
             if targets.shape == outputs.shape:
-                single = outputs.ndim < 2 or outputs.shape[-1] == 1
-                remedy = (
-                    ": one logit for two classes is for 'binary_cross_entropy'"
-                    if single
-                    else ": one-hot targets are probabilities, as by targets.float()"
-                )
+                remedy = ": one-hot targets are probabilities, as by targets.float()"
+                if outputs.ndim < 2 or outputs.shape[-1] == 1:
+                    remedy = ": one logit for two classes is for 'binary_cross_entropy'"
             elif not targets.is_floating_point() and targets.shape == outputs.shape[:1] + outputs.shape[2:]:
                 remedy = ": the classes come last here, as by outputs.movedim(1, -1) in the module"
             raise ValueError(
@@ -199,11 +194,11 @@ class BinaryCrossEntropy:
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs, targets)
-        root, scale = self._root(outputs), self._per_output(outputs)
-        return (outputs.sigmoid() - targets.to(outputs.dtype)) / root * scale
+        # 1/√k: each of the two factors of a sample's mean over its k outputs
+        return (outputs.sigmoid() - targets.to(outputs.dtype)) / self._root(outputs) * outputs[0].numel() ** -0.5
 
     def sqrt_hessian(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
-        return self._root(outputs) * vector * self._per_output(outputs)
+        return self._root(outputs) * vector * outputs[0].numel() ** -0.5
 
     def sqrt_hessian_transpose(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
         return self.sqrt_hessian(outputs, targets, vector)  # S is diagonal
@@ -214,18 +209,11 @@ class BinaryCrossEntropy:
         return variance.clamp_min(torch.finfo(outputs.dtype).eps).sqrt()
 
     @staticmethod
-    def _per_output(outputs: Tensor) -> float:
-        """1/√k: each of the two factors of a sample's mean over its k outputs."""
-        return outputs[0].numel() ** -0.5
-
-    @staticmethod
     def _check(outputs: Tensor, targets: Tensor) -> None:
         _refuse_complex(targets)
         if outputs.shape != targets.shape:
-            raise ValueError(
-                f"binary cross-entropy needs targets like the logits; got {tuple(outputs.shape)} and "
-                f"{tuple(targets.shape)}{_of_one_output(outputs, targets)}"
-            )
+            shapes = f"got {tuple(outputs.shape)} and {tuple(targets.shape)}{_of_one_output(outputs, targets)}"
+            raise ValueError(f"binary cross-entropy needs targets like the logits; {shapes}")
         if not targets.numel():
             return
         lowest, highest = _range(targets, targets.to(outputs.dtype), outputs.dtype)
@@ -336,12 +324,8 @@ def get_loss(loss: str | GaussNewtonLoss | LeastSquares) -> GaussNewtonLoss | Le
         return named[loss]()
     if isinstance(loss, LeastSquares):
         return loss
-    missing = [
-        name
-        for name in ("value", "residual", "sqrt_hessian", "sqrt_hessian_transpose")
-        if not callable(getattr(loss, name, None))
-    ]
-    if missing:
+    methods = ("value", "residual", "sqrt_hessian", "sqrt_hessian_transpose")
+    if missing := [name for name in methods if not callable(getattr(loss, name, None))]:
         raise TypeError(
             f"the loss {type(loss).__name__} lacks {', '.join(missing)} (see GaussNewtonLoss); torch's squared error "
             "is 'mse' here, half the sum over outputs, its cross-entropies 'cross_entropy' and 'binary_cross_entropy'"

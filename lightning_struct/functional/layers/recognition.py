@@ -89,7 +89,7 @@ def _twin(layer: nn.Module, parameters: Mapping[str, Tensor], of_type: type[nn.M
 
 
 def _may_be_tried(layer: nn.Module) -> bool:
-    own = [parameter for parameter in layer._parameters.values() if parameter is not None]
+    own = [p for p in layer._parameters.values() if p is not None]
     below = layer.children() if not isinstance(layer, nn.MultiheadAttention) else ()
     return (
         bool(own)
@@ -200,7 +200,7 @@ class _Trial:
             offset = 0 if bias is None else self._weights[bias]
             inputs = [self._random(*shape, weight.shape[1]) for shape in ((2, 3), (4,))]
             if all(self._gives(x, x @ weight.t() + offset) for x in inputs):
-                matrices_of = partial(_only, Matrix(name, bias, transposed=transposed))
+                matrices_of = partial(lambda matrix, layer: [matrix], Matrix(name, bias, transposed=transposed))
                 return LayerKind(nn.Linear, matrices_of, lambda layer: layer._parameters, recognized=True)
         return None
 
@@ -256,10 +256,6 @@ class _Trial:
     def _random(self, *shape: int) -> Tensor:
         like = torch.empty(0, dtype=self._dtype, device=self._device)
         return normal_numbers(*shape, like=like, generator=self._generator)
-
-
-def _only(matrix: Matrix, layer: nn.Module) -> list[Matrix]:
-    return [matrix]
 
 
 def _attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ vectors, where W is a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -88,7 +88,11 @@ class WeightProducts:
             return self._probed(*tree_leaves(({**weights, **others}, buffers, tensors)), *probes)
 
         residuals, pull, operands = vjp(residuals_of, others, probes, has_aux=True)  # type: ignore[misc]
-        gradients, slopes = _rows_of(pull, residuals)
+        if len(residuals) == 1:
+            pulled: Any = tree_map(lambda t: t[None], pull(torch.ones_like(residuals)))
+        else:
+            pulled = vmap(pull)(torch.eye(len(residuals), dtype=residuals.dtype, device=residuals.device))
+        gradients, slopes = pulled  # for each residual
         parts: dict[str, list[Outer]] = {}
         for use, operand, slope in zip(self._uses.values(), operands, slopes, strict=True):
             operand = operand.expand(len(residuals), *operand.shape)
@@ -97,13 +101,6 @@ class WeightProducts:
             name: (_joined([left for left, _ in of]), _joined([right for _, right in of])) for name, of in parts.items()
         }
         return residuals, gradients, sums
-
-
-def _rows_of(pull: Callable[..., Any], residuals: Tensor) -> Any:
-    """The results of ``pull`` for each residual."""
-    if len(residuals) == 1:
-        return tree_map(lambda t: t[None], pull(torch.ones_like(residuals)))
-    return vmap(pull)(torch.eye(len(residuals), dtype=residuals.dtype, device=residuals.device))
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -128,12 +125,7 @@ def _uses_of(name: str, node: Node, turned: bool = False) -> Iterator[tuple[Node
             yield from _uses_of(name, user, not turned)
         elif user.target is _aten.mm.default and user.args[1] is node and user.args[0] is not node:
             yield user, _Use(name, user.args[0], turned)  # type: ignore[arg-type]
-        elif (
-            user.target is _aten.addmm.default
-            and user.args[2] is node
-            and not user.kwargs
-            and node not in user.args[:2]
-        ):
+        elif user.target is _aten.addmm.default and user.args[2] is node and not (user.kwargs or node in user.args[:2]):
             yield user, _Use(name, user.args[1], turned)  # type: ignore[arg-type]
         else:
             yield user, None

@@ -103,7 +103,7 @@ def conjugate_gradient(
     p, r_y = [t.clone() for t in y], dot(r, y)
     smallest = rtol * norm(right).item() if rtol > 0 else 0.0
     start = [] if x0 is None else [dot(r, x) + dot(right, x)]
-    values: list[float] = []
+    values: list[float] = []  # of the quadratic, at the start and after each step
     iteration, reason, rounding = 0, "maxiter", 0.0
     while True:
         product = leaves(matvec(structured(b, p)), b, "the product with B")
@@ -121,9 +121,7 @@ def conjugate_gradient(
         if iteration == maxiter:
             break
         if not math.isfinite(curvature):
-            raise FloatingPointError(
-                "the product with B holds NaN or infinity; check the data, the weights, the damping"
-            )
+            raise FloatingPointError("the product with B holds NaN or infinity; check data, weights and damping")
         if curvature <= 0.0:
             reason = "curvature"
             break
@@ -133,9 +131,11 @@ def conjugate_gradient(
             x_.add_(p_, alpha=alpha)
             r_.sub_(q, alpha=alpha)
         iteration += 1
+        k, now = max(progress_window, iteration // 10), values[-1]  # of Martens' rule
+        is_slow = iteration > k and now < 0.0 and (now - values[-1 - k]) / now < k * progress_tolerance
         if rtol > 0 and norm(r).item() <= smallest:
             reason = "residual"
-        elif progress_tolerance > 0 and _has_slowed_down(values, progress_window, progress_tolerance):
+        elif progress_tolerance > 0 and is_slow:
             reason = "progress"
         stop = callback is not None and callback(iteration, lambda: structured(b, [t.clone() for t in x]))
         if stop and reason == "maxiter":
@@ -162,9 +162,3 @@ def _preconditioning(
         preconditioner, "solve_normal", lambda r: preconditioner.solve(preconditioner.solve_transpose(r))
     )
     return lambda r: leaves(solve_normal(structured(b, r)), b, "what the preconditioner's solve returned")
-
-
-def _has_slowed_down(values: list[float], window: int, tolerance: float) -> bool:
-    """Martens' rule, from the values of the quadratic at the start and after each step."""
-    k = max(window, (len(values) - 1) // 10)
-    return len(values) > k + 1 and values[-1] < 0.0 and (values[-1] - values[-1 - k]) / values[-1] < k * tolerance

@@ -22,6 +22,7 @@ from lightning_struct.functional.structured.arguments import (
     computing_dtype,
     promoted_dtype,
     require_generators,
+    require_one_of,
     require_vectors,
 )
 from lightning_struct.functional.structured.operators import (
@@ -71,8 +72,7 @@ def ldr_to_dense(a: Operator, b: Operator, G: Tensor, H: Tensor, method: str = "
                 [2., 1., 3.],
                 [3., 2., 1.]])
     """
-    if method not in ("auto", "krylov"):
-        raise ValueError(f'method must be "auto" or "krylov", got {method!r}')
+    require_one_of("method", method, ("auto", "krylov"))
     a, b_transposed = _resolved(as_operator(a)), _resolved(as_operator(b).T)
     require_generators(G, H, a.size, b_transposed.size)
     if method == "auto" and _is_real(a, b_transposed, G, H):
@@ -193,13 +193,9 @@ def displacement_rank(M: Tensor, a: Operator, b: Operator, rtol: float | None = 
         raise ValueError("M is not finite: it has no rank")
     displacement = sylvester_displacement(M, a, b)
     rtol = max(M.shape) * torch.finfo(M.dtype).eps if rtol is None else rtol
-    scale = sum(_spectral_norm(as_operator(operator), M) for operator in (a, b)) * torch.linalg.matrix_norm(M, 2)
+    dense = [op.rmatvec(torch.eye(op.size, dtype=M.dtype, device=M.device)) for op in map(as_operator, (a, b))]
+    scale = sum(torch.linalg.matrix_norm(matrix, 2) for matrix in dense) * torch.linalg.matrix_norm(M, 2)
     return int((torch.linalg.svdvals(displacement) > rtol * scale).sum())
-
-
-def _spectral_norm(operator: DisplacementOperator, like: Tensor) -> Tensor:
-    identity = torch.eye(operator.size, dtype=like.dtype, device=like.device)
-    return torch.linalg.matrix_norm(operator.rmatvec(identity), 2)
 
 
 def _krylov_rows(

@@ -159,9 +159,8 @@ def _sizes(L: Tensor, R: Tensor) -> tuple[int, int, int, int, int]:
         r = left // k
         if (left, right) == (k * r, l * r):
             return l, s, k, r, p
-    raise ValueError(
-        f"L must be (l, s, k r) and R (k, l r, p), none of them 0, got {tuple(L.shape)} and {tuple(R.shape)}"
-    )
+    shapes = f"{tuple(L.shape)} and {tuple(R.shape)}"
+    raise ValueError(f"L must be (l, s, k r) and R (k, l r, p), none of them 0, got {shapes}")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from lightning_struct.functional.structured.arguments import (
     by_rows,
     computing_dtype,
     require_generators,
+    require_one_of,
     require_real,
     require_vectors,
 )
@@ -369,9 +370,7 @@ def _check(*tensors: Tensor) -> None:
 
 def _inside(method: str, *tensors: Tensor) -> torch.dtype:
     """The dtype in which the method computes."""
-    if method not in SUBDIAGONAL_METHODS:
-        known = ", ".join(map(repr, SUBDIAGONAL_METHODS))
-        raise ValueError(f'method must be "auto" or one of {known}, not {method!r}.')
+    require_one_of("method", method, ("auto", *SUBDIAGONAL_METHODS))
     return torch.float64 if method == "scaled_float64" else computing_dtype(*tensors)
 
 

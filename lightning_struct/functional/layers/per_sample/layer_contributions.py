@@ -451,7 +451,7 @@ def _parametric_relu(call: LayerCall) -> dict[str, Contribution]:
 
 
 def _attention(call: LayerCall) -> dict[str, Contribution]:
-    raise Uncovered("its products are seen only while it runs (see projections.py)")
+    raise Uncovered("its products are seen only while it runs (see inner_calls.py)")
 
 
 _BY_VMAP = _Reader(contributions_by_vmap, runs_again=True, is_known=False)

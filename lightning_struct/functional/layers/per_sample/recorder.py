@@ -188,7 +188,8 @@ class GradientNormRecorder:
             if not parameters:
                 continue
             self._layers[layer] = parameters
-            if not has_rule(layer) and not _is_of_this_package(layer):
+            # No user is asked to declare the layers of this package.
+            if not has_rule(layer) and type(layer).__module__.partition(".")[0] != __name__.partition(".")[0]:
                 self._without_rule[layer] = f"{name or 'the module'} ({type(layer).__name__})"
             with self._excused(parameters.values()):  # a ScriptModule takes no hooks
                 self._hook(layer)
@@ -513,8 +514,3 @@ class GradientNormRecorder:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, UserWarning, stacklevel=2)
-
-
-def _is_of_this_package(layer: nn.Module) -> bool:
-    """Whether a layer without a rule is one of ours: no user is asked to declare those."""
-    return type(layer).__module__.partition(".")[0] == __name__.partition(".")[0]

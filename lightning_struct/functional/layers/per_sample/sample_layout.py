@@ -72,9 +72,8 @@ def check_decided(size: Sequence[int], leading: int, call: LayerCall) -> None:
     admissible = admissible_sizes(call.samples)
     if call.ambiguous and leading > 1 and admissible is not None and set(size[:2]) <= set(admissible):
         either = "either of the first two dimensions may be that of the samples"
-        raise Uncovered(
-            f"of its tensor of shape {tuple(size)} {either}, as the module has layers with batch_first=False"
-        )
+        why = "as the module has layers with batch_first=False"
+        raise Uncovered(f"of its tensor of shape {tuple(size)} {either}, {why}")
 
 
 # Relative to the norm of the output. Another mask changes it by about the square root of the dropout probability;

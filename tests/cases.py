@@ -162,7 +162,7 @@ CASES = (
 )  # fmt: skip
 
 
-def gaussian(*shape: int, seed: int) -> Tensor:
+def gaussian(*shape: int, seed: int = 1) -> Tensor:
     """Standard normal numbers in float64, the same ones for the same seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -190,3 +190,20 @@ def dense_jacobian(module: nn.Module, inputs: Tensor) -> Tensor:
         gradients = torch.autograd.grad(value, parameters, retain_graph=True, materialize_grads=True)
         rows.append(torch.cat([g.reshape(-1) for g in gradients]))
     return torch.stack(rows).reshape(outputs.shape[0], -1, rows[0].numel())
+
+
+class Triangular:
+    """A preconditioner C, (n, n) and lower triangular, as an object with the two solves that a solver asks for."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrix = matrix
+
+    def solve(self, y: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.matrix, y[:, None], upper=False)[:, 0]
+
+    def solve_transpose(self, x: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.matrix.T, x[:, None], upper=True)[:, 0]
+
+
+def triangular(n: int, seed: int) -> Tensor:
+    return gaussian(n, n, seed=seed).tril(-1) * 0.3 + torch.diag(gaussian(n, seed=seed + 1).abs() + 1.0)

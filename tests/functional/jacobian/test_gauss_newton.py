@@ -195,13 +195,7 @@ def test_bfloat16_autocast_products_are_near_the_float32_ones() -> None:
         (mlp(), {}, {}, ValueError, "frozen"),
         (nn.RNN(4, 3), None, {"backend": "double_backward"}, TypeError, "wrap it"),
         (nn.BatchNorm1d(4), None, {"chunk_size": 2}, ValueError, "leave chunk_size out"),
-        (
-            nn.PReLU(),
-            {"wieght": torch.ones(1)},
-            {},
-            ValueError,
-            "PReLU has no wieght: params are named as by named_param",
-        ),
+        (nn.PReLU(), {"wieght": torch.ones(1)}, {}, ValueError, "PReLU has no wieght: params are named as by named_"),
         (nn.PReLU(), [torch.ones(1)], {}, TypeError, r"as dict\(model.named_parameters\(\)\), got list"),
     ],
     ids=["backend", "chain", "frozen", "tuple", "chunks", "name", "list"],
@@ -291,12 +285,10 @@ class InPlaceIntoNewMemory(nn.Module):
 @pytest.mark.parametrize(
     "module",
     [
-        pytest.param(InPlaceIntoNewMemory(), id="copy"),
-        pytest.param(
-            nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3, padding=1, padding_mode="circular")),
-            id="circular",
-        ),
+        InPlaceIntoNewMemory(),
+        nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3, padding=1, padding_mode="circular")),
     ],
+    ids=["copy", "circular"],
 )
 def test_a_trace_that_writes_in_place_is_refused_though_memory_may_happen_to_hold_the_right_values(
     module: nn.Module,

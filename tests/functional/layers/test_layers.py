@@ -21,6 +21,7 @@ from lightning_struct.functional.layers.per_sample.layer_contributions import ha
 from lightning_struct.functional.layers.registry import kind_of, unregister_layer
 from lightning_struct.nn import LowRank, replace_linear
 from lightning_struct.optim import RLS, SHF
+from tests.cases import gaussian as inputs
 
 
 class Transposed(nn.Module):
@@ -126,10 +127,6 @@ def pair(name: str) -> tuple[nn.Sequential, nn.Sequential]:
     torch.manual_seed(0)
     layer, head = declared(name, 12, 9), nn.Linear(9, 2).double()
     return nn.Sequential(layer, nn.Tanh(), head), nn.Sequential(linear_like(layer), nn.Tanh(), copy.deepcopy(head))
-
-
-def inputs(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def largest_difference(ours: nn.Sequential, plain: nn.Sequential) -> float:

@@ -21,7 +21,8 @@ from lightning_struct.functional.layers.kinds import Matrix
 from lightning_struct.functional.layers.registry import kind_of
 from lightning_struct.nn import LowRank, replace_linear
 from lightning_struct.optim import RLS
-from tests.functional.layers.test_layers import Memory, assert_norms_are_those_of_autograd
+from tests.cases import gaussian
+from tests.functional.layers.test_layers import Memory, RootMeanSquare, Transposed, assert_norms_are_those_of_autograd
 
 
 class LayerDrop(nn.Linear):
@@ -44,19 +45,7 @@ def test_measuring_a_layer_leaves_the_generators_of_python_and_numpy_alone() -> 
     assert numbers[0] == numbers[1]
 
 
-class LlamaNorm(nn.Module):
-    """As ``LlamaRMSNorm`` and ``T5LayerNorm`` of transformers."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(width)), 1e-6
-
-    def forward(self, x: Tensor) -> Tensor:
-        variance = x.pow(2).mean(-1, keepdim=True)
-        return self.weight * (x * torch.rsqrt(variance + self.variance_epsilon))
-
-
-class GemmaNorm(LlamaNorm):
+class GemmaNorm(RootMeanSquare):
     def forward(self, x: Tensor) -> Tensor:
         return (1 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
@@ -123,17 +112,6 @@ class Temperature(nn.Module):
         return x * self.scale
 
 
-class Conv1D(nn.Module):
-    """As that of transformers."""
-
-    def __init__(self, outputs: int, inputs: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.randn(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
-
-
 class GraphLinear(nn.Module):
     """As the ``Linear`` of PyTorch Geometric."""
 
@@ -162,12 +140,8 @@ def randomized(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def gaussian(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
 RECOGNIZED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
-    "Llama's norm": (lambda: LlamaNorm(4), gaussian(5, 3, 4)),
+    "Llama's norm": (lambda: RootMeanSquare(4), gaussian(5, 3, 4)),
     "Gemma's norm": (lambda: GemmaNorm(4), gaussian(5, 2, 3, 4)),
     "norm by length": (lambda: LengthNorm(4), gaussian(5, 4)),
     "layer norm": (lambda: FastLayerNorm(4), gaussian(5, 3, 4)),
@@ -178,9 +152,9 @@ RECOGNIZED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "channel scale of images": (lambda: ChannelScale(4), gaussian(5, 4, 3, 2)),
     "norm of images or rows, of images": (lambda: NormOfAnything(4), gaussian(5, 4, 3, 4)),
     "norm of images or rows, of sequences": (lambda: NormOfAnything(4), gaussian(5, 3, 4)),
-    "norm of volumes": (lambda: LlamaNorm(4), gaussian(5, 2, 3, 2, 4)),
+    "norm of volumes": (lambda: RootMeanSquare(4), gaussian(5, 2, 3, 2, 4)),
     "temperature": (lambda: Temperature(), gaussian(5, 3, 4)),
-    "transposed weight": (lambda: Conv1D(3, 4), gaussian(5, 2, 4)),
+    "transposed weight": (lambda: Transposed(4, 3), gaussian(5, 2, 4)),
     "no bias": (lambda: GraphLinear(4, 3), gaussian(5, 2, 4)),
     "convolution": (lambda: PaddedConv(2, 3, 3, padding=1), gaussian(4, 2, 5, 5)),
     "lstm": (lambda: Memory(3, 4, num_layers=2, batch_first=True), gaussian(5, 6, 3)),
@@ -299,14 +273,14 @@ def test_a_recognized_type_is_not_kept_alive() -> None:
 
 
 def test_rls_trains_a_recognized_matrix() -> None:
-    assert "0.weight  full  5 x 5" in RLS(nn.Sequential(Conv1D(3, 4))).summary()
+    assert "0.weight  full  5 x 5" in RLS(nn.Sequential(Transposed(4, 3))).summary()
 
 
 def test_replace_linear_takes_a_recognized_matrix() -> None:
-    model = replace_linear(nn.Sequential(Conv1D(3, 4)), lambda i, o, bias: LowRank(i, o, rank=1, bias=bias))
+    model = replace_linear(nn.Sequential(Transposed(4, 3)), lambda i, o, bias: LowRank(i, o, rank=1, bias=bias))
     assert model(torch.ones(2, 4)).shape == (2, 3)
 
 
 def test_the_matrix_of_a_square_weight_is_told_from_its_transpose() -> None:
-    kind = kind_of(Conv1D(4, 4))
+    kind = kind_of(Transposed(4, 4))
     assert kind is not None and list(kind.matrices(None)) == [Matrix("weight", "bias", transposed=True)]

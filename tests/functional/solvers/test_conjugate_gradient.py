@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_struct.functional.solvers.conjugate_gradient import conjugate_gradient
-from tests.cases import gaussian
+from tests.cases import Triangular, gaussian, triangular
 
 
 def positive_definite(n: int, seed: int, condition: float = 100.0) -> Tensor:
@@ -21,34 +21,11 @@ def positive_definite(n: int, seed: int, condition: float = 100.0) -> Tensor:
     return basis @ torch.diag(torch.logspace(0, math.log10(condition), n, dtype=torch.float64)) @ basis.T
 
 
-def triangular(n: int, seed: int) -> Tensor:
-    return gaussian(n, n, seed=seed).tril(-1) * 0.3 + torch.diag(gaussian(n, seed=seed + 1).abs() + 1.0)
-
-
-def product(matrix: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda x: matrix @ x
-
-
 def quadratic(matrix: Tensor, b: Tensor, x: Tensor) -> float:
     return (0.5 * x @ matrix @ x - b @ x).item()
 
 
-class Triangular:
-    def __init__(self, matrix: Tensor) -> None:
-        self.inverse = torch.linalg.inv(matrix)
-
-    def solve(self, y: Tensor) -> Tensor:
-        return self.inverse @ y
-
-    def solve_transpose(self, x: Tensor) -> Tensor:
-        return self.inverse.T @ x
-
-
-PRECONDITIONERS = {
-    "none": None,
-    "scale": gaussian(7, seed=50).abs() + 0.2,
-    "object": Triangular(triangular(7, seed=51)),
-}
+PRECONDITIONERS = {"none": None, "scale": gaussian(7, seed=50).abs() + 0.2, "object": Triangular(triangular(7, 51))}
 
 
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS.values(), ids=PRECONDITIONERS)
@@ -57,7 +34,7 @@ def test_solution_is_that_of_a_dense_solve(preconditioner: Any, started: bool) -
     matrix, b = positive_definite(7, seed=0), gaussian(7, seed=1)
     x0 = gaussian(7, seed=2) if started else None
     result = conjugate_gradient(
-        product(matrix), b, x0=x0, preconditioner=preconditioner, maxiter=100, progress_tolerance=0.0, rtol=1e-13
+        matrix.matmul, b, x0=x0, preconditioner=preconditioner, maxiter=100, progress_tolerance=0.0, rtol=1e-13
     )
     assert result.stop_reason == "residual"
     torch.testing.assert_close(result.x, torch.linalg.solve(matrix, b), rtol=0, atol=1e-10)
@@ -71,9 +48,9 @@ def test_iterates_are_those_of_scipy(preconditioner: Any, iterations: int) -> No
     if isinstance(preconditioner, Tensor):
         inverse = torch.diag(preconditioner.square())
     elif preconditioner is not None:
-        inverse = preconditioner.inverse @ preconditioner.inverse.T
+        inverse = torch.linalg.inv(preconditioner.matrix.T @ preconditioner.matrix)
     result = conjugate_gradient(
-        product(matrix), b, x0=x0, preconditioner=preconditioner, maxiter=iterations, progress_tolerance=0.0
+        matrix.matmul, b, x0=x0, preconditioner=preconditioner, maxiter=iterations, progress_tolerance=0.0
     )
     x, _ = scipy.sparse.linalg.cg(
         matrix.numpy(), b.numpy(), x0.numpy(), rtol=0.0, maxiter=iterations, M=inverse.numpy()
@@ -85,7 +62,7 @@ def test_iterates_are_those_of_scipy(preconditioner: Any, iterations: int) -> No
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS.values(), ids=PRECONDITIONERS)
 def test_reported_quadratic_and_residual_are_those_of_the_solution_midway(preconditioner: Any) -> None:
     matrix, b, x0 = positive_definite(7, seed=6), gaussian(7, seed=7), gaussian(7, seed=8)
-    result = conjugate_gradient(product(matrix), b, x0=x0, preconditioner=preconditioner, maxiter=3)
+    result = conjugate_gradient(matrix.matmul, b, x0=x0, preconditioner=preconditioner, maxiter=3)
     assert result.quadratic == pytest.approx(quadratic(matrix, b, result.x), rel=1e-12)
     assert result.residual_norm == pytest.approx((b - matrix @ result.x).norm().item(), rel=1e-10)
 
@@ -101,7 +78,7 @@ def test_martens_rule_stops_where_a_loop_over_the_recorded_quadratics_says(
     def record(iteration: int, solution: Callable[[], Tensor]) -> None:
         values.append(quadratic(matrix, b, solution()))
 
-    conjugate_gradient(product(matrix), b, maxiter=250, progress_tolerance=0.0, callback=record)
+    conjugate_gradient(matrix.matmul, b, maxiter=250, progress_tolerance=0.0, callback=record)
 
     def stop() -> int:
         for i in range(1, len(values)):
@@ -110,7 +87,7 @@ def test_martens_rule_stops_where_a_loop_over_the_recorded_quadratics_says(
                 return i
         raise AssertionError("the rule never holds on this problem")
 
-    result = conjugate_gradient(product(matrix), b, maxiter=250, progress_tolerance=tolerance, progress_window=window)
+    result = conjugate_gradient(matrix.matmul, b, maxiter=250, progress_tolerance=tolerance, progress_window=window)
     assert (result.iterations, result.stop_reason) == (stop(), "progress")
     if (n, tolerance) == (400, 5e-4):  # past iteration 110 the interval is longer than 10
         assert result.iterations > 110
@@ -120,7 +97,7 @@ def test_an_indefinite_matrix_ends_with_curvature_and_the_iterate_before_it() ->
     matrix = torch.diag(torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64))
     iterates: list[Tensor] = []
     b = torch.tensor([1.0, 1.0, 0.1], dtype=torch.float64)
-    result = conjugate_gradient(product(matrix), b, callback=lambda _, solution: iterates.append(solution()))
+    result = conjugate_gradient(matrix.matmul, b, callback=lambda _, solution: iterates.append(solution()))
     assert result.stop_reason == "curvature"
     assert result.iterations == len(iterates) >= 1
     assert torch.equal(result.x, iterates[-1])
@@ -144,7 +121,7 @@ def test_rtol_ends_the_solve_at_the_first_small_residual() -> None:
     def callback(iteration: int, solution: Callable[[], Tensor]) -> None:
         small.append(bool((b - matrix @ solution()).norm() <= 1e-2 * b.norm()))
 
-    result = conjugate_gradient(product(matrix), b, progress_tolerance=0.0, rtol=1e-2, callback=callback)
+    result = conjugate_gradient(matrix.matmul, b, progress_tolerance=0.0, rtol=1e-2, callback=callback)
     assert result.stop_reason == "residual"
     assert small == [False] * (result.iterations - 1) + [True]
 
@@ -159,7 +136,7 @@ def test_a_true_value_of_the_callback_ends_the_solve_with_the_iterate_that_it_sa
         copies.append(seen[-1].clone())
         return iteration == 3
 
-    result = conjugate_gradient(product(matrix), b, callback=callback)
+    result = conjugate_gradient(matrix.matmul, b, callback=callback)
     assert (result.stop_reason, result.iterations, len(seen)) == ("callback", 3, 3)
     assert torch.equal(result.x, seen[-1]) and all(map(torch.equal, seen, copies))
 
@@ -173,7 +150,7 @@ def test_the_quadratic_of_a_long_solve_is_that_of_its_solution(
     matrix, b = positive_definite(200, seed=0, condition=condition), gaussian(200, seed=1)
     x0 = gaussian(200, seed=2) if started else torch.zeros(200, dtype=torch.float64)
     result = conjugate_gradient(
-        product(matrix.to(dtype)), b.to(dtype), x0=x0.to(dtype), maxiter=150, progress_tolerance=0.0
+        matrix.to(dtype).matmul, b.to(dtype), x0=x0.to(dtype), maxiter=150, progress_tolerance=0.0
     )
     exact, eps = quadratic(matrix, b, result.x.double()), torch.finfo(dtype).eps
     assert abs(result.quadratic - exact) < eps * (100 * abs(exact) + abs(quadratic(matrix, b, x0)))
@@ -182,9 +159,9 @@ def test_the_quadratic_of_a_long_solve_is_that_of_its_solution(
 def test_maxiter_zero_returns_the_start_and_its_residual() -> None:
     matrix, b, x0 = positive_definite(5, seed=22), gaussian(5, seed=23), gaussian(5, seed=24)
     copies = b.clone(), x0.clone()
-    conjugate_gradient(product(matrix), b, x0=x0)
+    conjugate_gradient(matrix.matmul, b, x0=x0)
     assert torch.equal(b, copies[0]) and torch.equal(x0, copies[1])
-    result = conjugate_gradient(product(matrix), b, x0=x0, maxiter=0)
+    result = conjugate_gradient(matrix.matmul, b, x0=x0, maxiter=0)
     assert (result.stop_reason, result.iterations) == ("maxiter", 0)
     assert torch.equal(result.x, x0)
     assert result.residual_norm == pytest.approx((b - matrix @ x0).norm().item(), rel=1e-14)
@@ -193,7 +170,7 @@ def test_maxiter_zero_returns_the_start_and_its_residual() -> None:
 @pytest.mark.parametrize("scale", [1e-30, 1e25])
 def test_float32_numbers_whose_squares_are_out_of_range_are_solved(scale: float) -> None:
     matrix, b = positive_definite(6, seed=0), gaussian(6, seed=1)
-    x = conjugate_gradient(product(matrix.float()), (b * scale).float()).x
+    x = conjugate_gradient(matrix.float().matmul, (b * scale).float()).x
     torch.testing.assert_close(x / scale, torch.linalg.solve(matrix, b).float(), rtol=0, atol=1e-4)
 
 
@@ -226,14 +203,11 @@ def test_an_option_out_of_range_is_named(options: dict[str, Any], message: str) 
 def test_the_quadratic_falls_at_every_step(n: int, seed: int, condition: float) -> None:
     matrix, b, x0 = positive_definite(n, seed, condition), gaussian(n, seed=seed + 1), gaussian(n, seed=seed + 2)
     values = [quadratic(matrix, b, x0)]
-    conjugate_gradient(
-        product(matrix),
-        b,
-        x0=x0,
-        progress_tolerance=0.0,
-        rtol=1e-10,
-        callback=lambda _, solution: values.append(quadratic(matrix, b, solution())),
-    )
+
+    def callback(_: int, solution: Callable[[], Tensor]) -> None:
+        values.append(quadratic(matrix, b, solution()))
+
+    conjugate_gradient(matrix.matmul, b, x0=x0, progress_tolerance=0.0, rtol=1e-10, callback=callback)
     assert all(later <= earlier + 1e-9 * abs(values[0]) for earlier, later in pairwise(values))
 
 

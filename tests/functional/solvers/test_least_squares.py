@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_struct.functional import LeastSquaresResult, lsmr, lsqr
 from lightning_struct.functional.solvers.conjugate_gradient import conjugate_gradient
-from tests.cases import gaussian
+from tests.cases import Triangular, gaussian, triangular
 
 SOLVERS = [pytest.param(lsmr, id="lsmr"), pytest.param(lsqr, id="lsqr")]
 SHAPES = [pytest.param((9, 5), id="tall"), pytest.param((5, 9), id="wide"), pytest.param((6, 6), id="square")]
@@ -40,29 +40,12 @@ def dense_solution(
     return torch.linalg.lstsq(torch.cat([matrix, below]), torch.cat([b, right])).solution
 
 
-class Triangular:
-    """C as an object with the two solves that a solver asks for."""
-
-    def __init__(self, matrix: Tensor) -> None:
-        self.matrix = matrix
-
-    def solve(self, y: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(self.matrix, y[:, None], upper=False)[:, 0]
-
-    def solve_transpose(self, x: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(self.matrix.T, x[:, None], upper=True)[:, 0]
-
-
 class Identity:
     def solve(self, y: Any) -> Any:
         return y
 
     def solve_transpose(self, x: Any) -> Any:
         return x
-
-
-def triangular(n: int, seed: int) -> Tensor:
-    return gaussian(n, n, seed=seed).tril(-1) * 0.3 + torch.diag(gaussian(n, seed=seed + 1).abs() + 1.0)
 
 
 # --- against SciPy, iterate by iterate -------------------------------------------------------------------------------
@@ -150,16 +133,8 @@ def test_solution_is_that_of_the_dense_damped_problem(
 def test_reported_norms_are_those_of_the_damped_problem_midway(solver: Solver, center: str, space: str) -> None:
     matrix, b, start = gaussian(9, 6, seed=13), gaussian(9, seed=14), gaussian(6, seed=15)
     scale, vector = gaussian(6, seed=16).abs() + 0.2, gaussian(6, seed=17)
-    result = solver(
-        *operators(matrix),
-        b,
-        damp=0.8,
-        x0=start,
-        damping_center=vector if center == "vector" else center,
-        preconditioner=scale,
-        damping_space=space,
-        **THREE_STEPS,
-    )
+    options = {"damp": 0.8, "x0": start, "damping_center": vector if center == "vector" else center}
+    result = solver(*operators(matrix), b, preconditioner=scale, damping_space=space, **options, **THREE_STEPS)
     point = {"start": start, "origin": torch.zeros_like(start), "vector": vector}[center]
     weight = 1.0 / scale if space == "y" else torch.ones_like(scale)
     residual = torch.cat([matrix @ result.x - b, 0.8 * weight * (result.x - point)])
@@ -193,11 +168,9 @@ def test_vectors_may_be_dicts_whose_keys_come_in_any_order(solver: Solver) -> No
         rows(b),
         damp=0.5,
         x0=split(start),
-        damping_center=split(vector, reverse=True),
-        preconditioner=split(scale, reverse=True),
-        maxiter=100,
-        atol=0.0,
-        btol=0.0,
+        damping_center=split(vector, True),
+        preconditioner=split(scale, True),
+        **TO_THE_END,
     )
     expected = split(dense_solution(matrix, b, 0.5, vector, torch.diag(1.0 / scale)))
     assert list(result.x) == ["weight", "bias"]
@@ -252,89 +225,55 @@ def test_maxiter_zero_returns_the_start_and_its_norms(solver: Solver) -> None:
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_a_true_value_of_the_callback_ends_the_solve_with_the_iterate_that_it_saw(solver: Solver) -> None:
+@pytest.mark.parametrize(
+    "preconditioner", [None, torch.full((6,), 0.5, dtype=torch.float64), Identity()], ids=["none", "scale", "object"]
+)
+def test_a_true_value_of_the_callback_ends_the_solve_and_what_it_kept_does_not_change(
+    solver: Solver, preconditioner: Any
+) -> None:
     matrix, b = gaussian(9, 6, seed=0), gaussian(9, seed=1)
-    seen: list[tuple[int, Tensor]] = []
+    seen: list[tuple[int, Tensor, Tensor]] = []
 
     def callback(iteration: int, solution: Callable[[], Tensor]) -> bool:
-        seen.append((iteration, solution()))
+        x = solution()
+        seen.append((iteration, x, x.clone()))
         return iteration == 3
 
-    result = solver(*operators(matrix), b, callback=callback)
+    result = solver(*operators(matrix), b, preconditioner=preconditioner, callback=callback)
     assert (result.stop_reason, result.iterations) == ("callback", 3)
-    assert [iteration for iteration, _ in seen] == [1, 2, 3]
-    assert torch.equal(result.x, seen[-1][1])
+    assert [iteration for iteration, _, _ in seen] == [1, 2, 3]
+    assert torch.equal(result.x, seen[-1][1]) and all(torch.equal(kept, copy) for _, kept, copy in seen)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize(
-    "preconditioner", [None, torch.full((6,), 0.5, dtype=torch.float64), Identity()], ids=["none", "scale", "object"]
+    ("consistent", "damp", "atol", "btol", "reason"),
+    [
+        (False, 0.0, 1e-3, 0.0, "normal_residual"),
+        (True, 0.0, 0.0, 1e-2, "residual"),
+        (True, 0.0, 1e-2, 0.0, "residual"),
+        (True, 0.1, 0.1, 0.0, "residual"),
+    ],
+    ids=["normal residual", "residual", "residual by atol", "damped residual by atol"],
 )
-def test_what_the_callback_kept_does_not_change_afterwards(solver: Solver, preconditioner: Any) -> None:
-    matrix, b = gaussian(9, 6, seed=0), gaussian(9, seed=1)
-    kept: list[Tensor] = []
-    copies: list[Tensor] = []
-
-    def callback(iteration: int, solution: Callable[[], Tensor]) -> None:
-        kept.append(solution())
-        copies.append(kept[-1].clone())
-
-    solver(*operators(matrix), b, preconditioner=preconditioner, maxiter=4, callback=callback)
-    assert len(kept) == 4 and all(torch.equal(a, c) for a, c in zip(kept, copies, strict=True))
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_atol_ends_an_inconsistent_system_at_the_first_iteration_that_meets_it(solver: Solver) -> None:
-    matrix, b = gaussian(30, 12, seed=0), gaussian(30, seed=1)
+def test_a_solve_ends_at_the_first_iteration_that_meets_a_tolerance(
+    solver: Solver, consistent: bool, damp: float, atol: float, btol: float, reason: str
+) -> None:
+    matrix = gaussian(30, 12, seed=0)
+    b = matrix @ gaussian(12, seed=1) if consistent else gaussian(30, seed=1)
     met: list[bool] = []
 
     def callback(iteration: int, solution: Callable[[], Tensor]) -> None:
-        residual = b - matrix @ solution()
-        met.append(bool((matrix.T @ residual).norm() <= 1e-3 * matrix.norm() * residual.norm()))
-
-    result = solver(*operators(matrix), b, maxiter=50, atol=1e-3, btol=0.0, callback=callback)
-    assert result.stop_reason == "normal_residual"
-    # ‖A‖ is estimated from below by the bidiagonalisation, so the stop may come later than the one with ‖A‖ itself.
-    assert met[-1] and result.iterations < 12
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_btol_ends_a_consistent_system_at_the_first_small_residual(solver: Solver) -> None:
-    matrix = gaussian(30, 12, seed=0)
-    b = matrix @ gaussian(12, seed=1)
-    small: list[bool] = []
-
-    def callback(iteration: int, solution: Callable[[], Tensor]) -> None:
-        small.append(bool((b - matrix @ solution()).norm() <= 1e-2 * b.norm()))
-
-    result = solver(*operators(matrix), b, maxiter=50, atol=0.0, btol=1e-2, callback=callback)
-    assert result.stop_reason == "residual"
-    assert small == [False] * (result.iterations - 1) + [True]
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_atol_ends_a_consistent_system_where_a_is_as_exact_as_the_residual_is_small(solver: Solver) -> None:
-    matrix = gaussian(30, 12, seed=0)
-    b = matrix @ gaussian(12, seed=1)
-    result = solver(*operators(matrix), b, maxiter=50, atol=1e-2, btol=0.0)
-    assert result.stop_reason == "residual"
-    assert result.residual_norm <= 1e-2 * matrix.norm() * result.x.norm()
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_damped_system_ends_where_a_is_as_exact_as_the_residual_is_small(solver: Solver) -> None:
-    matrix = gaussian(30, 12, seed=0)
-    b = matrix @ gaussian(12, seed=1)
-    small: list[bool] = []
-
-    def callback(iteration: int, solution: Callable[[], Tensor]) -> None:
         x = solution()
-        residual = torch.cat([b - matrix @ x, 0.1 * x]).norm()
-        small.append(bool(residual <= 0.1 * matrix.norm() * x.norm()))
+        residual, normal = torch.cat([b - matrix @ x, damp * x]).norm(), matrix.T @ (b - matrix @ x) - damp**2 * x
+        bound = atol * matrix.norm()
+        is_small = residual <= btol * b.norm() + bound * x.norm() if consistent else normal.norm() <= bound * residual
+        met.append(bool(is_small))
 
-    result = solver(*operators(matrix), b, damp=0.1, maxiter=50, atol=0.1, btol=0.0, callback=callback)
-    assert result.stop_reason == "residual"
-    assert small[-1]
+    result = solver(*operators(matrix), b, damp=damp, maxiter=50, atol=atol, btol=btol, callback=callback)
+    # ‖A‖ is estimated from below by the bidiagonalisation, so a stop by atol may come later than the one with ‖A‖.
+    assert result.stop_reason == reason and met[-1] and result.iterations < 12
+    assert not btol or met.index(True) + 1 == len(met)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -348,19 +287,14 @@ def test_iterations_are_by_default_at_most_as_many_as_exact_arithmetic_needs(
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_arguments_are_left_as_they_were(solver: Solver) -> None:
-    matrix, b, start = gaussian(6, 6, seed=0), gaussian(6, seed=1), gaussian(6, seed=2)
-    scale = gaussian(6, seed=3).abs() + 0.2
-    copies = b.clone(), start.clone(), scale.clone()
-    solver(*operators(matrix), b, x0=start, preconditioner=scale, damp=0.5, damping_center="origin")
-    assert all(torch.equal(a, c) for a, c in zip((b, start, scale), copies, strict=True))
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_operators_may_return_their_own_argument(solver: Solver) -> None:
-    b = gaussian(6, seed=0)
-    result = solver(lambda x: x, lambda u: u, b, damp=0.5, maxiter=20, atol=0.0, btol=0.0)
-    torch.testing.assert_close(result.x, b / 1.25, rtol=0, atol=1e-12)
+def test_arguments_are_left_as_they_were_by_operators_that_return_their_own(solver: Solver) -> None:
+    given = {"b": gaussian(6, seed=1), "x0": gaussian(6, seed=2), "preconditioner": gaussian(6, seed=3).abs() + 0.2}
+    copies = {name: t.clone() for name, t in given.items()}
+    options = {"damp": 0.5, "damping_center": "origin", "damping_space": "x", **TO_THE_END}
+    for arguments in ({"b": given["b"]}, given):
+        result = solver(lambda x: x, lambda u: u, **arguments, **options)
+        torch.testing.assert_close(result.x, given["b"] / 1.25, rtol=0, atol=1e-12)
+    assert all(torch.equal(given[name], t) for name, t in copies.items())
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -390,16 +324,8 @@ def test_float32_numbers_whose_squares_are_out_of_range_are_solved(
 @pytest.mark.parametrize(("center", "space"), [("start", "y"), ("origin", "x")], ids="-".join)
 def test_rows_on_several_processes_give_the_solve_of_all_rows(solver: Solver, center: str, space: str) -> None:
     matrix, b, start = gaussian(9, 5, seed=0), gaussian(9, seed=1), gaussian(5, seed=2)
-    options: dict[str, Any] = {
-        "damp": 0.5,
-        "x0": start,
-        "damping_center": center,
-        "damping_space": space,
-        "preconditioner": gaussian(5, seed=3).abs() + 0.2,
-        "maxiter": 4,
-        "atol": 0.0,
-        "btol": 0.0,
-    }
+    options: dict[str, Any] = {"damp": 0.5, "x0": start, "damping_center": center, "damping_space": space}
+    options |= {"preconditioner": gaussian(5, seed=3).abs() + 0.2, **THREE_STEPS}
     shards = (slice(0, 2), slice(2, 9))
     slots: list[Tensor | None] = [None, None]
     barrier = Barrier(2, timeout=30)
@@ -414,11 +340,7 @@ def test_rows_on_several_processes_give_the_solve_of_all_rows(solver: Solver, ce
 
         rows = matrix[shards[rank]]
         return solver(
-            lambda x: rows @ x,
-            lambda u: all_reduce(rows.T @ u),
-            b[shards[rank]],
-            all_reduce=all_reduce,
-            **options,
+            lambda x: rows @ x, lambda u: all_reduce(rows.T @ u), b[shards[rank]], all_reduce=all_reduce, **options
         )
 
     with ThreadPoolExecutor(2) as pool:
@@ -478,13 +400,7 @@ def test_an_option_out_of_range_is_named(solver: Solver, options: dict[str, Any]
     [
         (gaussian(6, seed=1), None, lambda x: x[:, None], ValueError, r"product with A .*\(6, 1\).*\(6,\)"),
         (gaussian(6, seed=1), gaussian(6, 1, seed=2), lambda x: x[:, 0], ValueError, r"transpose .*\(6,\).*\(6, 1\)"),
-        (
-            {"first": gaussian(6, seed=1)},
-            None,
-            lambda x: {"other": x["first"]},
-            ValueError,
-            r"\['other'\].*\['first'\]",
-        ),
+        ({"first": gaussian(6)}, None, lambda x: {"other": x["first"]}, ValueError, r"\['other'\].*\['first'\]"),
         ([1.0, 2.0], None, lambda x: x, TypeError, "b must be .* list"),
     ],
     ids=["product", "start", "names", "list"],
@@ -531,14 +447,8 @@ def problems(draw: st.DrawFn) -> tuple[Tensor, Tensor, float]:
 def path(solver: Solver, matrix: Tensor, b: Tensor, damp: float) -> tuple[list[Tensor], list[float], list[float]]:
     """The iterates and the norms, computed from the iterates, of the residual and of the normal residual."""
     iterates = [torch.zeros(matrix.shape[1], dtype=torch.float64)]
-    solver(
-        *operators(matrix),
-        b,
-        damp=damp,
-        atol=1e-12,
-        btol=1e-12,
-        callback=lambda _, solution: iterates.append(solution()),
-    )
+    options = {"damp": damp, "atol": 1e-12, "btol": 1e-12}
+    solver(*operators(matrix), b, callback=lambda _, solution: iterates.append(solution()), **options)
     residuals = [torch.cat([b - matrix @ x, -damp * x]) for x in iterates]
     normals = [matrix.T @ r[: b.numel()] + damp * r[b.numel() :] for r in residuals]
     return iterates, [r.norm().item() for r in residuals], [g.norm().item() for g in normals]
@@ -548,26 +458,18 @@ def falls(values: list[float], slack: float = 1e-9) -> bool:
     return all(b <= a + slack * values[0] for a, b in pairwise(values))
 
 
-@given(problems())
-@settings(max_examples=40)
-def test_lsmr_lowers_both_residuals_at_every_step_and_lsqr_the_residual_and_the_error(
-    problem: tuple[Tensor, Tensor, float],
-) -> None:
-    matrix, b, damp = problem
-    _, residuals, normals = path(lsmr, *problem)
-    assert falls(residuals) and falls(normals)
-    iterates, residuals, _ = path(lsqr, *problem)
-    is_tall = damp or matrix.shape[0] >= matrix.shape[1]
-    solution = dense_solution(matrix, b, damp) if is_tall else torch.linalg.pinv(matrix) @ b
-    assert falls(residuals) and falls([(x - solution).norm().item() for x in iterates], slack=1e-8)
-
-
 @given(problems(), st.integers(1, 8))
 @settings(max_examples=40)
-def test_at_each_step_lsmr_has_the_lower_normal_residual_and_lsqr_the_lower_residual(
+def test_lsmr_lowers_both_residuals_and_lsqr_the_residual_and_the_error_each_its_own_the_most(
     problem: tuple[Tensor, Tensor, float], steps: int
 ) -> None:
-    (_, lsmr_residuals, lsmr_normals), (_, lsqr_residuals, lsqr_normals) = path(lsmr, *problem), path(lsqr, *problem)
+    matrix, b, damp = problem
+    _, lsmr_residuals, lsmr_normals = path(lsmr, *problem)
+    assert falls(lsmr_residuals) and falls(lsmr_normals)
+    iterates, lsqr_residuals, lsqr_normals = path(lsqr, *problem)
+    is_tall = damp or matrix.shape[0] >= matrix.shape[1]
+    solution = dense_solution(matrix, b, damp) if is_tall else torch.linalg.pinv(matrix) @ b
+    assert falls(lsqr_residuals) and falls([(x - solution).norm().item() for x in iterates], slack=1e-8)
     k = min(steps, len(lsmr_residuals) - 1, len(lsqr_residuals) - 1)
     assert lsmr_normals[k] <= lsqr_normals[k] + 1e-9 * lsqr_normals[0]
     assert lsqr_residuals[k] <= lsmr_residuals[k] + 1e-9 * lsqr_residuals[0]

@@ -14,13 +14,10 @@ from lightning_struct.functional.layers.per_sample.contributions import (
     squared_norms,
 )
 from lightning_struct.functional.layers.per_sample.convolution import Convolution
+from tests.cases import gaussian
 
 N, ROWS, COLUMNS = 4, 7, 3
 ALL = slice(None)
-
-
-def gaussian(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def outer(positions: int, seed: int = 1, block: slice | None = None) -> Outer:

@@ -15,11 +15,8 @@ from lightning_struct.functional.layers.per_sample.contributions import Uncovere
 from lightning_struct.functional.layers.per_sample.layer_contributions import contributions, has_rule
 from lightning_struct.functional.layers.registry import owned_parameters
 from lightning_struct.nn import LDRSubdiagonal
+from tests.cases import gaussian
 from tests.functional.layers.test_recognition import ChannelScale
-
-
-def gaussian(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def integers(high: int, *shape: int) -> Tensor:

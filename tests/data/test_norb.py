@@ -7,15 +7,7 @@ import torch
 
 from lightning_struct.data import NORBDataModule
 from lightning_struct.data.files import DamagedFileError
-from lightning_struct.data.norb import (
-    INSTANCES,
-    TEST_STEMS,
-    TOYS,
-    TRAIN_STEMS,
-    make_small,
-    make_toys,
-    read_left_images,
-)
+from lightning_struct.data.norb import INSTANCES, TEST_STEMS, TOYS, TRAIN_STEMS, make_small, make_toys, read_left_images
 
 BYTES, INTEGERS = 0x1E3D4C55, 0x1E3D4C54
 

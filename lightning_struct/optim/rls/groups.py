@@ -202,8 +202,8 @@ class OptimizerWithAuxiliary(torch.optim.Optimizer):
         """The factory of the auxiliary optimizer; an error that names these parameters if there is none."""
         if self._factory is None:
             raise ValueError(
-                f"RLS does not train {', '.join(map(plain_name, parameters))}: give auxiliary={_EXAMPLE} or the like "
-                "for them, or freeze them by requires_grad_(False)"
+                f"RLS does not train {', '.join(map(plain_name, parameters))}: give auxiliary=functools.partial("
+                "torch.optim.Adam, lr=1e-3) or the like for them, or freeze them by requires_grad_(False)"
             )
         return self._factory
 

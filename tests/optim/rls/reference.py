@@ -1,12 +1,8 @@
 """RLS written down plainly: every row of every input, P as a dense matrix, one sum after the other."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +21,11 @@ class Rows:
     sequences: int | None = None
 
 
-def linear_rows(layer: nn.Linear, inputs: Tensor) -> list[Rows]:
+def linear_rows(layer, inputs):
     return [Rows(layer.weight, [inputs.reshape(-1, layer.in_features)], layer.bias)]
 
 
-def convolution_rows(layer: Any, inputs: Tensor) -> list[Rows]:
+def convolution_rows(layer, inputs):
     """Every patch, by a convolution of the padded images with each place of the kernel alone."""
     dimensions = len(layer.kernel_size)
     inputs = inputs if inputs.ndim == dimensions + 2 else inputs[None]
@@ -50,7 +46,7 @@ def convolution_rows(layer: Any, inputs: Tensor) -> list[Rows]:
     return [Rows(layer.weight, groups, layer.bias)]
 
 
-def recurrent_rows(layer: nn.RNNBase, inputs: Any, hx: Any = None) -> list[Rows]:
+def recurrent_rows(layer, inputs, hx=None):
     """An unrolled loop over samples, levels, directions and steps."""
     if isinstance(inputs, PackedSequence):
         padded, lengths = pad_packed_sequence(inputs, batch_first=True)
@@ -60,7 +56,7 @@ def recurrent_rows(layer: nn.RNNBase, inputs: Any, hx: Any = None) -> list[Rows]
     else:
         sequences = list(inputs if layer.batch_first else inputs.transpose(0, 1))
     states = None if hx is None else (hx if isinstance(hx, tuple) else (hx,))
-    read: dict[str, list[Tensor]] = {}
+    read = {}
     directions = 2 if layer.bidirectional else 1
     for i, sequence in enumerate(sequences):
         for level in range(layer.num_layers):
@@ -91,7 +87,7 @@ def recurrent_rows(layer: nn.RNNBase, inputs: Any, hx: Any = None) -> list[Rows]
     ]
 
 
-def cell(layer: nn.RNNBase, place: str, x: Tensor, state: list[Tensor]) -> list[Tensor]:
+def cell(layer, place, x, state):
     """One step of one direction: h, and for an LSTM c."""
     h = state[0]
     biases = [getattr(layer, f"bias_{kind}_{place}") if layer.bias else 0 for kind in ("ih", "hh")]
@@ -108,9 +104,7 @@ def cell(layer: nn.RNNBase, place: str, x: Tensor, state: list[Tensor]) -> list[
     return [(of_input + of_state).relu() if layer.mode == "RNN_RELU" else (of_input + of_state).tanh()]
 
 
-def attention_rows(
-    layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any
-) -> list[Rows]:
+def attention_rows(layer, query, key, value, attn_mask=None, **_):
     """Softmax attention, one sample and one head at a time."""
     size, heads = layer.embed_dim, layer.num_heads
     if layer.in_proj_weight is None:
@@ -135,13 +129,10 @@ def attention_rows(
     if layer.in_proj_weight is not None:
         return [Rows(layer.in_proj_weight, read, layer.in_proj_bias), out]
     parts = [0, size, 2 * size]
-    return [
-        *(Rows(w, [x], layer.in_proj_bias, part) for w, x, part in zip(weights, read, parts, strict=True)),
-        out,
-    ]
+    return [*(Rows(w, [x], layer.in_proj_bias, part) for w, x, part in zip(weights, read, parts, strict=True)), out]
 
 
-ROWS: list[tuple[type[nn.Module], Callable[..., list[Rows]]]] = [
+ROWS = [
     (nn.RNNBase, recurrent_rows),
     (nn.MultiheadAttention, attention_rows),
     (nn.Linear, linear_rows),
@@ -150,11 +141,11 @@ ROWS: list[tuple[type[nn.Module], Callable[..., list[Rows]]]] = [
 
 
 @contextmanager
-def recorded_rows(module: nn.Module) -> Iterator[list[Rows]]:
+def recorded_rows(module):
     """What all layers read while the context is open."""
-    rows: list[Rows] = []
+    rows = []
 
-    def hook(layer: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+    def hook(layer, args, kwargs, outputs):
         function = next(function for kind, function in ROWS if isinstance(layer, kind))
         with torch.no_grad():
             rows.extend(function(layer, *args, **kwargs))
@@ -181,19 +172,19 @@ class Reference:
     velocities: dict[tuple[nn.Parameter, int], Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
-    def step(self, *passes: Iterable[Rows]) -> None:
+    def step(self, *passes):
         """By what was read before each backward pass since the last step."""
-        uses: dict[nn.Parameter, list[Rows]] = {}
-        samples: dict[nn.Parameter, int] = {}
+        uses = {}
+        samples = {}
         for read in passes:
-            largest: dict[nn.Parameter, int] = {}
+            largest = {}
             for rows in read:
                 uses.setdefault(rows.weight, []).append(rows)
                 sequences = len(rows.groups[0]) if rows.sequences is None else rows.sequences
                 largest[rows.weight] = max(sequences, largest.get(rows.weight, 0))
             for weight, number in largest.items():
                 samples[weight] = samples.get(weight, 0) + number
-        old: dict[Any, Callable[[], None]] = {}
+        old = {}
         for weight, of_weight in uses.items():
             biases = list(dict.fromkeys((use.bias, use.bias_offset) for use in of_weight if use.bias is not None))
             groups = len(of_weight[0].groups)
@@ -202,9 +193,7 @@ class Reference:
         for write in old.values():
             write()
 
-    def _group(
-        self, weight: Any, g: int, groups: int, uses: list[Rows], biases: list[Any], samples: int
-    ) -> Callable[[], None]:
+    def _group(self, weight, g, groups, uses, biases, samples):
         rows = []
         for use in uses:
             ones = torch.zeros(len(use.groups[g]), len(biases), dtype=weight.dtype)
@@ -217,7 +206,7 @@ class Reference:
         mine = slice(g * outputs, (g + 1) * outputs)
         parts = [slice(start + g * outputs, start + (g + 1) * outputs) for _, start in biases]
 
-        def joined(get: Callable[[Any], Tensor]) -> Tensor:
+        def joined(get):
             columns = [get(b)[part][:, None] for (b, _), part in zip(biases, parts, strict=True)]
             return torch.cat([get(weight)[mine].reshape(outputs, -1), *columns], 1)
 
@@ -233,7 +222,7 @@ class Reference:
         theta = theta - self.l1 * theta.sign() @ P
         self.matrices[(weight, g)], self.velocities[(weight, g)] = P, omega
 
-        def write() -> None:
+        def write():
             n = theta.shape[1] - len(biases)
             weight.data[mine] = theta[:, :n].reshape(outputs, *weight.shape[1:])
             for j, ((bias, _), part) in enumerate(zip(biases, parts, strict=True)):

@@ -1,7 +1,5 @@
 """Two processes with uneven shares of the batch take the steps of one process with all of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -30,12 +28,12 @@ WORLD, STEPS = 2, 20
 class Packed(nn.Module):
     """Sequences of one to four steps, so that the mean length differs between the processes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Linear(20, 12)
         self.lstm, self.head = nn.LSTM(3, 4, 2, bidirectional=True), nn.Linear(8, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         sequences = self.embedding(x).view(-1, 4, 3)
         cut = [
             sequence[: 1 + int(row[0] > 0) + 2 * int(row[1] > 0)] for sequence, row in zip(sequences, x, strict=True)
@@ -43,11 +41,11 @@ class Packed(nn.Module):
         return self.head(self.lstm(pack_sequence(cut, enforce_sorted=False))[1][0][-2:].transpose(0, 1).flatten(1))
 
 
-def perceptron() -> nn.Module:
+def perceptron():
     return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 2))
 
 
-def convolution() -> nn.Module:
+def convolution():
     return nn.Sequential(
         nn.Unflatten(1, (1, 4, 5)), nn.Conv2d(1, 2, 3, padding=1), nn.GroupNorm(1, 2), nn.Flatten(), nn.Linear(40, 2)
     )
@@ -71,14 +69,14 @@ SCENARIOS = {
 }
 
 
-def share(step: int, rank: int | None) -> tuple[Tensor, int]:
+def share(step, rank):
     """The rows of a process, or all where ``rank`` is None, and the number of all."""
     first = 1 + (5 * step) % 9
     rows = 0.3 * gaussian(first + 6, 20, seed=step) + 0.2
     return (rows if rank is None else rows[:first] if rank == 0 else rows[first:]), len(rows)
 
 
-def train(scenario: Scenario, rank: int | None) -> list[Tensor]:
+def train(scenario, rank):
     """The weights after each step."""
     torch.manual_seed(0)
     module = scenario.build().to(scenario.dtype)
@@ -96,12 +94,12 @@ def train(scenario: Scenario, rank: int | None) -> list[Tensor]:
     return steps
 
 
-def collectives_of_a_step(max_gain: float | None) -> list[int]:
+def collectives_of_a_step(max_gain):
     """Sizes of what RLS itself communicates in one step."""
-    sizes: list[int] = []
+    sizes = []
     original = dist.all_reduce
 
-    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counting(tensor, *args, **kwargs):
         sizes.append(tensor.numel())
         return original(tensor, *args, **kwargs)
 
@@ -116,7 +114,7 @@ def collectives_of_a_step(max_gain: float | None) -> list[int]:
     return sizes
 
 
-def error_with_sharded_weights(make: type) -> str:
+def error_with_sharded_weights(make):
     module = perceptron()
     fully_shard(module, mesh=init_device_mesh("cpu", (WORLD,)))
     try:
@@ -126,7 +124,7 @@ def error_with_sharded_weights(make: type) -> str:
     return ""
 
 
-def work(rank: int) -> dict[str, Any]:
+def work(rank):
     return {
         "sharded": {
             "RLS": error_with_sharded_weights(RLS),
@@ -138,24 +136,24 @@ def work(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def processes(tmp_path_factory):
     """What each of the two processes did."""
     return in_two_processes(work, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.dtype == torch.float64])
-def test_weights_are_those_of_one_process_with_the_whole_batch(name: str, processes: list[dict[str, Any]]) -> None:
+def test_weights_are_those_of_one_process_with_the_whole_batch(name, processes):
     for mine, expected in zip(processes[0]["steps"][name], train(SCENARIOS[name], None), strict=True):
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_replicas_are_bitwise_equal(name: str, processes: list[dict[str, Any]]) -> None:
+def test_replicas_are_bitwise_equal(name, processes):
     for mine, other in zip(processes[0]["steps"][name], processes[1]["steps"][name], strict=True):
         assert torch.equal(mine, other)
 
 
-def test_a_step_sends_one_flat_vector_and_one_for_each_power_iteration(processes: list[dict[str, Any]]) -> None:
+def test_a_step_sends_one_flat_vector_and_one_for_each_power_iteration(processes):
     numbers = 1 + 2 + 1  # by layer: rows, sequences in all uses and in the largest ones, and rows with a bias
     sums = 20 + 30 + 2 * numbers  # 20 and 30 inputs
     inputs_and_biases = 21 + 31
@@ -163,5 +161,5 @@ def test_a_step_sends_one_flat_vector_and_one_for_each_power_iteration(processes
 
 
 @pytest.mark.parametrize("name", ["RLS", "SHF"])
-def test_sharded_weights_are_refused_when_the_optimizer_is_made(name: str, processes: list[dict[str, Any]]) -> None:
+def test_sharded_weights_are_refused_when_the_optimizer_is_made(name, processes):
     assert "0.weight is a DTensor, spread over processes (FSDP2, tensor parallelism)" in processes[0]["sharded"][name]

@@ -1,14 +1,10 @@
 """RLS.exact: least squares over all data, after every step."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_struct.optim import RLS
 from tests.cases import gaussian
@@ -16,17 +12,15 @@ from tests.cases import gaussian
 STEPS = 60
 
 
-def batch(step: int, rows: int = 3) -> tuple[Tensor, Tensor]:
+def batch(step, rows=3):
     return gaussian(rows, 6, seed=step) + 0.5, gaussian(rows, 2, seed=1000 + step)
 
 
-def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+def squared_error(outputs, targets):
     return 0.5 * (outputs - targets).square().sum() / len(outputs)
 
 
-def train(
-    module: nn.Module, optimizer: RLS, steps: range, read: Callable[..., tuple[Tensor, Tensor]] = batch, **options: Any
-) -> None:
+def train(module, optimizer, steps, read=batch, **options):
     for step in steps:
         inputs, targets = read(step, **options)
         optimizer.zero_grad()
@@ -34,17 +28,15 @@ def train(
         optimizer.step()
 
 
-def joined(layer: nn.Linear) -> Tensor:
+def joined(layer):
     return torch.cat([layer.weight.detach(), layer.bias.detach()[:, None]], 1)
 
 
-def with_ones(inputs: Tensor) -> Tensor:
+def with_ones(inputs):
     return torch.cat([inputs, inputs.new_ones(len(inputs), 1)], 1)
 
 
-def least_squares(
-    start: Tensor, batches: list[tuple[Tensor, Tensor]], forgetting: float, regularization: float
-) -> Tensor:
+def least_squares(start, batches, forgetting, regularization):
     """By the normal equations."""
     penalty = regularization * forgetting ** len(batches)
     matrix = penalty * torch.eye(start.shape[1], dtype=start.dtype)
@@ -55,7 +47,7 @@ def least_squares(
     return torch.linalg.solve(matrix, right).t()
 
 
-def linear() -> nn.Linear:
+def linear():
     torch.manual_seed(0)
     return nn.Linear(6, 2).double()
 
@@ -63,7 +55,7 @@ def linear() -> nn.Linear:
 @pytest.mark.parametrize(
     ("forgetting", "regularization", "rows"), [(1.0, 1.0, 1), (1.0, 0.01, 5), (0.98, 1.0, 5), (0.98, 0.01, 1)]
 )
-def test_the_weights_are_the_least_squares_solution(forgetting: float, regularization: float, rows: int) -> None:
+def test_the_weights_are_the_least_squares_solution(forgetting, regularization, rows):
     layer = linear()
     start = joined(layer)
     train(layer, RLS.exact(layer, forgetting=forgetting, regularization=regularization), range(STEPS), rows=rows)
@@ -71,14 +63,14 @@ def test_the_weights_are_the_least_squares_solution(forgetting: float, regulariz
     torch.testing.assert_close(joined(layer), expected, rtol=0, atol=1e-10)
 
 
-def test_batches_need_not_be_of_one_size_and_all_of_many_rows_count() -> None:
+def test_batches_need_not_be_of_one_size_and_all_of_many_rows_count():
     layer = linear()
     start, batches = joined(layer), [*(batch(step, rows=1 + step % 4) for step in range(9)), batch(9, rows=2100)]
     train(layer, RLS.exact(layer), range(10), lambda step: batches[step])
     torch.testing.assert_close(joined(layer), least_squares(start, batches, 1.0, 1.0), rtol=0, atol=1e-10)
 
 
-def test_micro_batches_are_one_batch_though_the_next_overwrites_the_inputs() -> None:
+def test_micro_batches_are_one_batch_though_the_next_overwrites_the_inputs():
     layer, whole = (nn.Linear(6, 2, bias=False).double() for _ in range(2))
     whole.load_state_dict(layer.state_dict())
     (inputs, targets), buffer = batch(0, rows=4), torch.empty(2, 6, dtype=torch.float64)
@@ -93,17 +85,17 @@ def test_micro_batches_are_one_batch_though_the_next_overwrites_the_inputs() -> 
 
 
 class Network(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.body, self.head = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5)), nn.Linear(5, 2)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return self.head(self.body(inputs))
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_the_last_layer_of_a_network_is_exact_on_features_that_others_train(by_name: bool) -> None:
+def test_the_last_layer_of_a_network_is_exact_on_features_that_others_train(by_name):
     network = Network().double()
     body, start = [p.detach().clone() for p in network.body.parameters()], joined(network.head)
     layer = "head" if by_name else network.head
@@ -116,12 +108,12 @@ def test_the_last_layer_of_a_network_is_exact_on_features_that_others_train(by_n
     assert not any(torch.equal(p, q) for p, q in zip(network.body.parameters(), body, strict=True))
 
 
-def test_the_only_linear_layer_needs_no_name() -> None:
+def test_the_only_linear_layer_needs_no_name():
     alone = nn.Sequential(nn.Flatten(), linear(), nn.Identity())
     assert RLS.exact(alone).summary().splitlines()[1].startswith("1.weight  full")
 
 
-def test_a_layer_within_several_modules_is_trained_alone() -> None:
+def test_a_layer_within_several_modules_is_trained_alone():
     layer, beside = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     inner = nn.Sequential(nn.LayerNorm(2), layer)
     module = nn.ModuleDict({"once": inner, "beside": beside, "again": nn.ModuleList([inner, layer])})
@@ -130,21 +122,21 @@ def test_a_layer_within_several_modules_is_trained_alone() -> None:
     assert others["params"] == [*inner[0].parameters(), *beside.parameters()]
 
 
-def test_an_input_that_does_not_come_keeps_half_of_the_penalty() -> None:
+def test_an_input_that_does_not_come_keeps_half_of_the_penalty():
     layer = linear()
     optimizer = RLS.exact(layer, forgetting=0.5)
 
-    def read(step: int) -> tuple[Tensor, Tensor]:
+    def read(step):
         inputs, targets = batch(step)
         return inputs * (torch.arange(6) > 0), targets
 
     train(layer, optimizer, range(30), read)
-    root = optimizer.state["rls"]["weight"]["root"][0]  # type: ignore[index]
+    root = optimizer.state["rls"]["weight"]["root"][0]
     assert (root @ root.t())[0, 0].item() == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("forgetting", [1.0, 0.95])
-def test_a_resumed_stream_is_bitwise_that_without_a_break(forgetting: float) -> None:
+def test_a_resumed_stream_is_bitwise_that_without_a_break(forgetting):
     whole, stopped, resumed = linear(), linear(), linear()
     train(whole, RLS.exact(whole, forgetting=forgetting), range(10))
     optimizer = RLS.exact(stopped, forgetting=forgetting)
@@ -169,13 +161,13 @@ def test_a_resumed_stream_is_bitwise_that_without_a_break(forgetting: float) -> 
         (lambda: RLS.exact(nn.Linear(2, 2).parameters()), TypeError, "RLS takes the module"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_what_cannot_be_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_layer_with_a_loss_for_each_of_its_uses_ends_at_least_squares(micro_batches: int) -> None:
+def test_a_layer_with_a_loss_for_each_of_its_uses_ends_at_least_squares(micro_batches):
     layer = linear()
     start, optimizer = joined(layer), RLS.exact(layer)
     batches = []
@@ -190,7 +182,7 @@ def test_a_layer_with_a_loss_for_each_of_its_uses_ends_at_least_squares(micro_ba
     torch.testing.assert_close(joined(layer), least_squares(start, batches, 1.0, 1.0), rtol=0, atol=1e-12)
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
     with pytest.raises(ValueError, match=r"RLS.exact reads every row in one process"):

@@ -1,14 +1,10 @@
 """RLS of every kind of layer against its plain definition, float64, to 1e-12 over six steps."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -20,35 +16,35 @@ STEPS = 6
 
 
 class Twice(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
 
 
 class Tied(nn.Module):
     """Two layers with one weight and a bias each, and a third without a bias, which read different numbers of rows."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
         self.second.weight = self.third.weight = self.first.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.third(torch.tanh(self.second(torch.tanh(self.first(x[:3])))))
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: Any, packed: bool = False, initial: bool = False, **options: Any) -> None:
+    def __init__(self, kind, packed=False, initial=False, **options):
         super().__init__()
         self.layer = kind(3, 4, **options)
         self.packed, self.initial = packed, initial
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         batch_first = self.layer.batch_first
-        inputs: Any = x if batch_first or x.ndim == 2 else x.transpose(0, 1)
+        inputs = x if batch_first or x.ndim == 2 else x.transpose(0, 1)
         hx = None
         if self.initial:
             levels = self.layer.num_layers * (1 + self.layer.bidirectional)
@@ -62,12 +58,12 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, cross: bool = False, causal: bool = False, **options: Any) -> None:
+    def __init__(self, cross=False, causal=False, **options):
         super().__init__()
         self.attention = nn.MultiheadAttention(4, 2, **options)
         self.cross, self.causal = cross, causal
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.cross:
             memory = torch.cat([x, x.flip(1), x], 1)[:, :7]
             wide = torch.cat([memory, memory.square()[..., :2]], 2)
@@ -80,16 +76,16 @@ class Attention(nn.Module):
         return self.attention(*arguments, need_weights=False, attn_mask=mask)[0]
 
 
-def seed_of(index: int) -> torch.Generator:
+def seed_of(index):
     return torch.Generator().manual_seed(100 + index)
 
 
-def inputs(*shape: int) -> Callable[[int], Tensor]:
+def inputs(*shape):
     """Batches with a mean that is not zero."""
     return lambda step: torch.randn(shape, generator=seed_of(step), dtype=torch.float64) + 0.5
 
 
-CONVOLUTIONS: list[tuple[str, Callable[[], nn.Module], Callable[[int], Tensor]]] = [
+CONVOLUTIONS = [
     ("conv1d", lambda: nn.Conv1d(3, 4, 3), inputs(5, 3, 9)),
     ("conv2d", lambda: nn.Conv2d(3, 4, 3, padding=1), inputs(5, 3, 6, 5)),
     ("conv3d", lambda: nn.Conv3d(2, 3, (1, 2, 3), padding=(0, 1, 1), stride=(1, 2, 1)), inputs(3, 2, 4, 5, 6)),
@@ -106,7 +102,7 @@ CONVOLUTIONS: list[tuple[str, Callable[[], nn.Module], Callable[[int], Tensor]]]
     ("channels_last", lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), inputs(5, 3, 6, 6)),
 ]
 
-LINEAR: list[tuple[str, Callable[[], nn.Module], Callable[[int], Tensor]]] = [
+LINEAR = [
     ("linear", lambda: nn.Linear(4, 3), inputs(9, 4)),
     ("vector", lambda: nn.Linear(4, 3), inputs(4)),
     ("positions", lambda: nn.Linear(4, 3, bias=False), inputs(2, 5, 3, 4)),
@@ -116,12 +112,8 @@ LINEAR: list[tuple[str, Callable[[], nn.Module], Callable[[int], Tensor]]] = [
     ("tied", Tied, inputs(7, 4)),
 ]
 
-RECURRENT: list[tuple[str, Callable[[], nn.Module], Callable[[int], Tensor]]] = [
-    (
-        f"{kind.__name__}_{name}",
-        lambda kind=kind, options=options: Recurrent(kind, **options),  # type: ignore[misc]
-        inputs(*shape),
-    )
+RECURRENT = [
+    (f"{kind.__name__}_{name}", lambda kind=kind, options=options: Recurrent(kind, **options), inputs(*shape))
     for kind in (nn.RNN, nn.LSTM, nn.GRU)
     for name, options, shape in [
         ("plain", {}, (4, 5, 3)),
@@ -134,7 +126,7 @@ RECURRENT: list[tuple[str, Callable[[], nn.Module], Callable[[int], Tensor]]] = 
     ]
 ] + [("RNN_relu", lambda: Recurrent(nn.RNN, nonlinearity="relu", num_layers=2), inputs(3, 4, 3))]
 
-ATTENTION: list[tuple[str, Callable[[], nn.Module], Callable[[int], Tensor]]] = [
+ATTENTION = [
     ("self_attention", lambda: Attention(batch_first=True), inputs(3, 5, 4)),
     ("sequence_first", lambda: Attention(), inputs(3, 5, 4)),
     ("causal", lambda: Attention(causal=True, batch_first=True), inputs(3, 5, 4)),
@@ -144,7 +136,7 @@ ATTENTION: list[tuple[str, Callable[[], nn.Module], Callable[[int], Tensor]]] = 
 ]
 
 
-def as_convolution(layer: Any) -> nn.Module:
+def as_convolution(layer):
     """The convolution, of images with zeros between their places, that computes what a transposed convolution does."""
     dimensions = len(layer.kernel_size)
     kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1]
@@ -155,7 +147,7 @@ def as_convolution(layer: Any) -> nn.Module:
     edges = [d * (k - 1) - p for d, k, p in zip(layer.dilation, layer.kernel_size, layer.padding, strict=True)]
     pads = [(edge, edge + more) for edge, more in zip(edges, layer.output_padding, strict=True)]
 
-    def spread(_: nn.Module, args: tuple[Tensor]) -> Tensor:
+    def spread(_, args):
         (images,) = args
         sizes = [(n - 1) * s + 1 for n, s in zip(images.shape[-dimensions:], layer.stride, strict=True)]
         with_zeros = images.new_zeros(*images.shape[:-dimensions], *sizes)
@@ -166,12 +158,12 @@ def as_convolution(layer: Any) -> nn.Module:
     return plain
 
 
-def in_the_order_of_a_convolution(layer: Any, weight: Tensor) -> Tensor:
+def in_the_order_of_a_convolution(layer, weight):
     turned = weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
     return turned.flip(tuple(range(2, turned.ndim)))
 
 
-TRANSPOSED: list[tuple[str, Callable[[], Any], Callable[[int], Tensor]]] = [
+TRANSPOSED = [
     ("1d", lambda: nn.ConvTranspose1d(3, 4, 3), inputs(5, 3, 6)),
     ("2d", lambda: nn.ConvTranspose2d(3, 4, 3, 2, padding=1, output_padding=1), inputs(4, 3, 4, 3)),
     ("3d", lambda: nn.ConvTranspose3d(2, 3, (1, 2, 3), (1, 2, 1), padding=(0, 1, 0)), inputs(3, 2, 2, 3, 3)),
@@ -191,15 +183,15 @@ class Unrolled(nn.Module):
         between: what happens to the states: "none", they are "masked", or "detach" after the second step.
     """
 
-    def __init__(self, kind: Any, start: str = "none", between: str = "none", **options: Any) -> None:
+    def __init__(self, kind, start="none", between="none", **options):
         super().__init__()
         self.cell = kind(3, 4, **options)
         self.start, self.between = start, between
         self.first = nn.Parameter(torch.randn(4, 3), requires_grad=start == "weights")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         is_lstm = isinstance(self.cell, nn.LSTMCell)
-        state: Any = {"none": None, "zeros": x.new_zeros(len(x), 4), "weights": x[:, 0] @ self.first.t()}[self.start]
+        state = {"none": None, "zeros": x.new_zeros(len(x), 4), "weights": x[:, 0] @ self.first.t()}[self.start]
         if is_lstm and state is not None:
             state = (state, state)
         outputs = []
@@ -213,20 +205,18 @@ class Unrolled(nn.Module):
         return torch.stack(outputs, 1)
 
 
-CELLS: list[tuple[Any, Any]] = [(nn.RNNCell, nn.RNN), (nn.LSTMCell, nn.LSTM), (nn.GRUCell, nn.GRU)]
+CELLS = [(nn.RNNCell, nn.RNN), (nn.LSTMCell, nn.LSTM), (nn.GRUCell, nn.GRU)]
 
 CASES = LINEAR + CONVOLUTIONS + RECURRENT + ATTENTION
-OPTIONS: dict[str, float] = {"ratio": 0.3, "gradient_scale": 0.5, "momentum": 0.4, "l1": 1e-3}
+OPTIONS = {"ratio": 0.3, "gradient_scale": 0.5, "momentum": 0.4, "l1": 1e-3}
 
 
-def loss(module: nn.Module, batch: Tensor) -> Tensor:
+def loss(module, batch):
     outputs = module(batch)
     return 0.5 * (outputs - outputs.detach().sin()).square().mean()
 
 
-def largest_difference(
-    build: Callable[[], nn.Module], batches: Callable[[int], Tensor], micro_batches: int = 1, **options: Any
-) -> float:
+def largest_difference(build, batches, micro_batches=1, **options):
     """Between the weights after training by the optimizer and by its definition."""
     torch.manual_seed(0)
     module = build().double()
@@ -235,13 +225,7 @@ def largest_difference(
     return max((p - q).abs().max().item() for p, q in zip(module.parameters(), plain.parameters(), strict=True))
 
 
-def train(
-    module: nn.Module,
-    plain: nn.Module,
-    batches: Callable[[int], Tensor],
-    micro_batches: int = 1,
-    **options: Any,
-) -> None:
+def train(module, plain, batches, micro_batches=1, **options):
     """A module by the optimizer, and another, that computes the same, by its definition."""
     optimizer, reference = RLS(module, max_gain=None, **options), Reference(**options)
     for step in range(STEPS):
@@ -258,14 +242,12 @@ def train(
 
 
 @pytest.mark.parametrize(("build", "batches"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_steps_are_those_of_the_definition(build: Callable[[], nn.Module], batches: Callable[[int], Tensor]) -> None:
+def test_steps_are_those_of_the_definition(build, batches):
     assert largest_difference(build, batches, **OPTIONS) <= 1e-12
 
 
 @pytest.mark.parametrize(("build", "batches"), [c[1:] for c in TRANSPOSED], ids=[c[0] for c in TRANSPOSED])
-def test_a_transposed_convolution_is_trained_as_the_convolution_that_computes_the_same(
-    build: Callable[[], Any], batches: Callable[[int], Tensor]
-) -> None:
+def test_a_transposed_convolution_is_trained_as_the_convolution_that_computes_the_same(build, batches):
     torch.manual_seed(0)
     layer = build().double()
     plain = as_convolution(layer)
@@ -276,7 +258,7 @@ def test_a_transposed_convolution_is_trained_as_the_convolution_that_computes_th
         torch.testing.assert_close(layer.bias, plain.bias, rtol=0, atol=1e-12)
 
 
-def test_the_size_of_the_outputs_may_be_given_to_a_transposed_convolution() -> None:
+def test_the_size_of_the_outputs_may_be_given_to_a_transposed_convolution():
     torch.manual_seed(0)
     layer = nn.ConvTranspose1d(2, 3, 3, 2).double()
     larger = copy.deepcopy(layer)
@@ -290,7 +272,7 @@ def test_the_size_of_the_outputs_may_be_given_to_a_transposed_convolution() -> N
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("cell", "layer"), CELLS)
-def test_a_cell_along_sequences_is_trained_as_the_layer(cell: Any, layer: Any, bias: bool) -> None:
+def test_a_cell_along_sequences_is_trained_as_the_layer(cell, layer, bias):
     torch.manual_seed(0)
     unrolled, whole = Unrolled(cell, bias=bias).double(), Recurrent(layer, bias=bias, batch_first=True).double()
     for name, parameter in unrolled.cell.named_parameters():
@@ -305,25 +287,25 @@ def test_a_cell_along_sequences_is_trained_as_the_layer(cell: Any, layer: Any, b
     [("none", "none", 6), ("zeros", "none", 6), ("weights", "none", 6), ("none", "masked", 6), ("none", "detach", 6)],
 )
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
-def test_the_length_of_the_sequences_of_a_cell_is_seen(cell: Any, start: str, between: str, length: int) -> None:
+def test_the_length_of_the_sequences_of_a_cell_is_seen(cell, start, between, length):
     """T, of an input weight that reads ones: P along them is 1/(1 + kT·3)."""
     module = Unrolled(cell, start, between, bias=False).double()
     optimizer = RLS(module, ratio=1.0, auxiliary=torch.optim.SGD if start == "weights" else None)
     for _ in range(2):  # two backward passes before the step
         module(torch.ones(4, 6, 3, dtype=torch.float64)).square().mean().backward()
     optimizer.step()
-    along = optimizer.state["rls"]["cell.weight_ih"]["P"][0].sum() / 3  # type: ignore[index]
+    along = optimizer.state["rls"]["cell.weight_ih"]["P"][0].sum() / 3
     assert along.item() == pytest.approx(1 / (1 + 3 * length), rel=1e-12)
 
 
 class Shared(nn.Module):
     """One layer for each part of the inputs (M, parts, ...)."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.stack([self.layer(part) for part in x.unbind(1)], 1)
 
 
@@ -338,26 +320,24 @@ class Shared(nn.Module):
     ],
     ids=["linear", "convolution", "cells of sequences of one", "recurrent"],
 )
-def test_rows_of_all_uses_in_a_pass_count(
-    layer: Callable[[], nn.Module], weight: str, shape: tuple[int, ...], length: int, micro_batches: int
-) -> None:
+def test_rows_of_all_uses_in_a_pass_count(layer, weight, shape, length, micro_batches):
     """T is the number of rows of a sample: P along inputs of ones is 1/(1 + kT·3)."""
     module = Shared(layer()).double()
     optimizer = RLS(module, ratio=0.1)
     for _ in range(micro_batches):
         module(torch.ones(4, 5, *shape, dtype=torch.float64)).square().mean().backward()
     optimizer.step()
-    along = optimizer.state["rls"][weight]["P"][0].sum() / 3  # type: ignore[index]
+    along = optimizer.state["rls"][weight]["P"][0].sum() / 3
     assert along.item() == pytest.approx(1 / (1 + 0.3 * length), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["linear", "few_rows", "twice", "tied", "groups", "LSTM_stacked", "cross_attention"])
-def test_micro_batches_are_one_batch(name: str) -> None:
+def test_micro_batches_are_one_batch(name):
     build, batches = next(c[1:] for c in CASES if c[0] == name)
     assert largest_difference(build, batches, micro_batches=3, **OPTIONS) <= 1e-12
 
 
-def test_the_output_projection_of_attention_is_seen_to_read_what_dropout_left() -> None:
+def test_the_output_projection_of_attention_is_seen_to_read_what_dropout_left():
     torch.manual_seed(0)
     layer, batch = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True).double(), inputs(3, 5, 4)(0)
     optimizer = RLS(layer, ratio=0.3)
@@ -376,29 +356,29 @@ def test_the_output_projection_of_attention_is_seen_to_read_what_dropout_left() 
 
 
 @pytest.mark.parametrize("option", ["momentum", "l1", "gradient_scale", "ratio"])
-def test_every_option_alone_is_that_of_the_definition(option: str) -> None:
+def test_every_option_alone_is_that_of_the_definition(option):
     build, batches = next(c[1:] for c in CASES if c[0] == "few_rows")
     assert largest_difference(build, batches, **{option: OPTIONS[option]}) <= 1e-12
 
 
-def test_forgetting_is_that_of_the_definition_while_p_has_not_grown() -> None:
+def test_forgetting_is_that_of_the_definition_while_p_has_not_grown():
     build, batches = next(c[1:] for c in CASES if c[0] == "conv2d")
     assert largest_difference(build, batches, forgetting=0.95) <= 1e-12
 
 
 @pytest.mark.parametrize("rows", [3, 30])
-def test_channels_last_images_are_read_as_others(rows: int) -> None:
-    def batches(step: int) -> Tensor:
+def test_channels_last_images_are_read_as_others(rows):
+    def batches(step):
         return inputs(rows, 3, 6, 6)(step).to(memory_format=torch.channels_last)
 
     assert largest_difference(lambda: nn.Conv2d(3, 4, 3, padding=1), batches) <= 1e-12
 
 
 @pytest.mark.parametrize("max_gain", [None, 2.0])
-def test_positions_are_samples_if_the_loss_or_the_scale_is_divided_by_their_number(max_gain: float | None) -> None:
+def test_positions_are_samples_if_the_loss_or_the_scale_is_divided_by_their_number(max_gain):
     """In place of T_L, equations (80) to (86), for a loss that is summed over 5 positions."""
 
-    def trained(divisor: float, scale: float, flat: bool = False) -> Tensor:
+    def trained(divisor, scale, flat=False):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
         optimizer = RLS(module, gradient_scale=scale, max_gain=max_gain)
@@ -415,7 +395,7 @@ def test_positions_are_samples_if_the_loss_or_the_scale_is_divided_by_their_numb
     torch.testing.assert_close(trained(1, 0.2), flat, rtol=0, atol=1e-12)
 
 
-def test_input_and_recurrent_weights_can_have_scales_of_their_own() -> None:
+def test_input_and_recurrent_weights_can_have_scales_of_their_own():
     """Equation (97)."""
     torch.manual_seed(0)
     module = nn.LSTM(3, 4).double()

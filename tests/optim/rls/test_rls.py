@@ -1,7 +1,5 @@
 """RLS as an optimizer: what it trains, its options, its state, and where it works."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -9,14 +7,12 @@ import math
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 from torch.optim.swa_utils import AveragedModel
@@ -24,16 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_struct.optim import RLS, FullP, LowRankP, RankOneP, memory
 from tests.optim.helpers import gaussian
+from tests.optim.rls.twins import ADAM, assert_equal, descend, first_step, matrix, weights
 
-ADAM = partial(torch.optim.Adam, lr=1e-2)
 
-
-def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def network(dtype=torch.float64):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(20, 15), nn.Tanh(), nn.Linear(15, 12)).to(dtype)
 
 
-def mixed() -> nn.Sequential:
+def mixed():
     """With layers that RLS does not train."""
     torch.manual_seed(0)
     return nn.Sequential(
@@ -41,50 +36,24 @@ def mixed() -> nn.Sequential:
     ).double()
 
 
-def batch(step: int, rows: int = 5) -> Tensor:
-    return gaussian(rows, 20, seed=step) + 0.5
+def batch(step):
+    return gaussian(5, 20, seed=step) + 0.5
 
 
-def squared(module: nn.Module, inputs: Tensor) -> Tensor:
+def squared(module, inputs):
     outputs = module(inputs)
     return 0.5 * (outputs - outputs.detach().sin()).square().sum() / len(inputs)
 
 
-def train(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    steps: range = range(5),
-    rows: int = 5,
-    change: Callable[[], Any] = lambda: None,
-) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        squared(module, batch(step, rows).to(next(module.parameters()).dtype)).backward()
-        change()
-        optimizer.step()
-
-
-def weights(module: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-def matrix(optimizer: RLS, name: str) -> Tensor:
-    return optimizer.state["rls"][name]["P"][0]  # type: ignore[index]
+def train(module, optimizer, steps=range(5), change=lambda: None):
+    dtype = next(module.parameters()).dtype
+    descend(module, optimizer, lambda step: squared(module, batch(step).to(dtype)), steps, change)
 
 
 # --- the mathematics -------------------------------------------------------------------------------------------------
 
 
-def test_p_is_the_inverse_of_the_sum_of_all_mean_inputs() -> None:
-    module = network()
-    optimizer = RLS(module, ratio=0.3)
-    train(module, optimizer, range(30))
-    means = torch.stack([torch.cat([batch(step).mean(0), torch.ones(1, dtype=torch.float64)]) for step in range(30)])
-    expected = torch.linalg.inv(torch.eye(21, dtype=torch.float64) + 0.3 * means.t() @ means)
-    torch.testing.assert_close(matrix(optimizer, "0.weight"), expected, rtol=0, atol=1e-12)
-
-
-def test_batches_of_one_with_ratio_one_are_ridge_regression() -> None:
+def test_batches_of_one_with_ratio_one_are_ridge_regression():
     """Towards the initial weights: min ½ Σ‖θx - y‖² + ½‖θ - θ₀‖²."""
     inputs, targets = gaussian(40, 6, seed=0), gaussian(40, 3, seed=1)
     torch.manual_seed(0)
@@ -106,88 +75,81 @@ def test_batches_of_one_with_ratio_one_are_ridge_regression() -> None:
 @pytest.mark.parametrize(
     ("form", "full", "steps", "options"),
     [
-        *((LowRankP(rank=8), FullP(), 8, {name: value}) for name, value in (("l1", 1e-2), ("momentum", 0.5))),
+        (LowRankP(rank=8), FullP(), 8, {"l1": 1e-2, "momentum": 0.5}),
         (LowRankP(rank=8, interval=3), FullP(interval=3), 8, {"weight_decay": 0.1}),
         (RankOneP(), FullP(), 2, {}),
         (RankOneP(interval=3), FullP(interval=3), 3, {"momentum": 0.5}),
     ],
     ids=str,
 )
-def test_small_forms_are_the_full_one_while_all_mean_inputs_have_room(
-    form: Any, full: Any, steps: int, options: dict[str, Any]
-) -> None:
-    module = network()
-    same = copy.deepcopy(module)
+def test_small_forms_are_the_full_one_while_all_mean_inputs_have_room(form, full, steps, options):
+    module, same = network(), network()
     train(module, RLS(module, form=form, **options), range(steps))
     train(same, RLS(same, form=full, **options), range(steps))
-    torch.testing.assert_close(weights(module), weights(same), rtol=0, atol=1e-12)
+    assert_equal(module, same, 1e-12)
 
 
 # --- gradients that are not only those of the layers -----------------------------------------------------------------
 
 
-def penalised(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        assert parameter.grad is not None
-        parameter.grad.add_(parameter.detach(), alpha=1e-4)
-
-
-def clipped(module: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-
-
-def noisy(module: nn.Module) -> None:
-    weight = next(module.parameters())
-    assert weight.grad is not None
-    weight.grad.data[3, 4] += 1e-6
-
-
 class Twin(nn.Module):
     """A network whose layers are there twice, so that no rows are kept for a product with few of them."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
         self.twins = nn.ModuleList(nn.Linear(layer.in_features, layer.out_features) for layer in (inner[0], inner[2]))
         for twin, layer in zip(self.twins, (inner[0], inner[2]), strict=True):
             twin.weight, twin.bias = layer.weight, layer.bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("change", [penalised, clipped, noisy])
-def test_changes_of_the_gradients_count_though_few_rows_are_multiplied_by_themselves(
-    change: Callable[[nn.Module], None],
-) -> None:
+@pytest.mark.parametrize("change", ["penalised", "clipped", "noisy"])
+def test_changes_of_the_gradients_count_though_few_rows_are_multiplied_by_themselves(change):
+    def changed(module):
+        if change == "clipped":
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        elif change == "noisy":
+            next(module.parameters()).grad.data[3, 4] += 1e-6
+        else:
+            for parameter in module.parameters():
+                parameter.grad.add_(parameter.detach(), alpha=1e-4)
+
     few, plain = network(), Twin(network())
-    train(few, RLS(few, momentum=0.5), change=partial(change, few))
-    train(plain, RLS(plain, momentum=0.5), change=partial(change, plain))
-    torch.testing.assert_close(weights(few), weights(plain), rtol=0, atol=1e-13)
+    for module in (few, plain):
+        train(module, RLS(module, momentum=0.5), change=partial(changed, module))
+    assert_equal(few, plain, 1e-13)
 
 
 @pytest.mark.parametrize("bound", [0.1, 100.0])
-def test_the_norm_of_all_gradients_is_clipped_within_the_step(bound: float) -> None:
-    module, reference = mixed(), mixed()
-    optimizer = RLS(module, max_grad_norm=bound, auxiliary=partial(torch.optim.SGD, lr=0.1))
-    plain = RLS(reference, auxiliary=partial(torch.optim.SGD, lr=0.1))
-    indices = torch.tensor([1, 4, 4, 7])
-    for _ in range(4):
-        optimizer.zero_grad()
-        plain.zero_grad()
-        squared(module, indices).backward()
-        squared(reference, indices).backward()
-        norm = nn.utils.clip_grad_norm_(reference.parameters(), bound)
-        assert (norm > bound) == (bound < 1)
-        optimizer.step()
-        plain.step()
-    torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-12)
+def test_the_norm_of_all_gradients_is_clipped_within_the_step(bound):
+    module, reference, indices = mixed(), mixed(), torch.tensor([1, 4, 4, 7])
+
+    def clip():
+        assert (nn.utils.clip_grad_norm_(reference.parameters(), bound) > bound) == (bound < 1)
+
+    for each, options, change in ((module, {"max_grad_norm": bound}, lambda: None), (reference, {}, clip)):
+        optimizer = RLS(each, auxiliary=partial(torch.optim.SGD, lr=0.1), **options)
+        descend(each, optimizer, lambda _, each=each: squared(each, indices), range(4), change)
+    assert_equal(module, reference, 1e-12)
+
+
+def test_sparse_gradients_of_the_auxiliary_optimizer_and_other_precisions_count_in_the_norm():
+    module = nn.ModuleDict({"embedding": nn.Embedding(4, 3, sparse=True), "linear": nn.Linear(3, 3).double()})
+    optimizer = RLS(module, max_grad_norm=0.5, auxiliary=partial(torch.optim.SGD, lr=1.0))
+    before = module["embedding"].weight.detach().clone()
+    (module["embedding"](torch.tensor([1, 2, 2])).sum() + module["linear"](torch.ones(1, 3).double()).sum()).backward()
+    optimizer.step()  # norms: 1 and 2 in three places each; three weights and a bias of 1 for each of three outputs
+    expected = torch.tensor([0.0, 1.0, 2.0, 0.0])[:, None] * 0.5 / (15 + 12) ** 0.5
+    torch.testing.assert_close(before - module["embedding"].weight.detach(), expected.expand(4, 3))
 
 
 # --- what is trained -------------------------------------------------------------------------------------------------
 
 
-def test_other_parameters_and_excluded_layers_are_trained_by_the_auxiliary_optimizer() -> None:
+def test_other_parameters_and_excluded_layers_are_trained_by_the_auxiliary_optimizer():
     module = mixed()
     optimizer = RLS(module, exclude=[module[3]], auxiliary=ADAM)
     expected = {id(module[0].weight), id(module[2].weight), id(module[2].bias), id(module[3].weight)}
@@ -202,13 +164,13 @@ def test_other_parameters_and_excluded_layers_are_trained_by_the_auxiliary_optim
     assert all(not torch.equal(p, old) for p, old in zip(module.parameters(), before, strict=True))
 
 
-def test_excluded_by_name_is_all_below_it() -> None:
+def test_excluded_by_name_is_all_below_it():
     module = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
     assert RLS(module, exclude=["0"], auxiliary=ADAM).param_groups[0]["params"] == [*module[1].parameters()]
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_frozen_parameters_are_left_alone(later: bool) -> None:
+def test_frozen_parameters_are_left_alone(later):
     module = network()
     optimizer = RLS(module, l1=1e-3, momentum=0.5, auxiliary=ADAM) if later else None
     frozen = [module[0].weight, module[2].bias]
@@ -220,46 +182,37 @@ def test_frozen_parameters_are_left_alone(later: bool) -> None:
     assert same == [True, False, False, True]
 
 
-def test_layers_without_a_gradient_keep_weights_and_p() -> None:
+def test_layers_without_a_gradient_keep_weights_and_p():
     module = nn.ModuleList([nn.Linear(20, 3), nn.Linear(20, 3)]).double()
-    optimizer = RLS(module)
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    before = weights(module[1])
-    squared(module[0], batch(0)).backward()
-    optimizer.step()
-    assert torch.equal(weights(module[1]), before)
-    assert list(optimizer.state["rls"]) == ["0.weight"]  # type: ignore[index]
+    optimizer, before = RLS(module), weights(module[1])
+    descend(module, optimizer, lambda step: squared(module[0], batch(step)), range(1))
+    assert torch.equal(weights(module[1]), before) and list(optimizer.state["rls"]) == ["0.weight"]
 
 
-def test_gradient_scale_by_module_name() -> None:
-    module, half = network(), network()
-    RLS_of = partial(RLS, gradient_scale={"0": 0.5, "": 1.0})
-    train(module, RLS(module), range(1))
-    train(half, RLS_of(half), range(1))
-    start = network()
-    torch.testing.assert_close(half[0].weight - start[0].weight, 0.5 * (module[0].weight - start[0].weight))
-    assert torch.equal(half[2].weight, module[2].weight)
+def test_gradient_scale_by_module_name():
+    whole, half = (
+        first_step(network(), lambda module: squared(module, batch(0)), gradient_scale=scale)
+        for scale in (1.0, {"0": 0.5, "": 1.0})
+    )
+    torch.testing.assert_close(half["0.weight"], 0.5 * whole["0.weight"])
+    assert torch.equal(half["2.weight"], whole["2.weight"])
 
 
-def test_schedulers_act_on_the_gradient_scale_and_on_the_auxiliary_optimizer() -> None:
+def test_schedulers_act_on_the_gradient_scale_and_on_the_auxiliary_optimizer():
     module, reference = mixed(), mixed()
     options = {"gradient_scale": 0.8, "max_gain": None, "auxiliary": partial(torch.optim.SGD, lr=0.1)}
-    optimizer = RLS(module, **options)
+    optimizer, halved = RLS(module, **options), RLS(reference, **options)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
-    halved = RLS(reference, **options)
     for step in range(3):
-        for model, trained in ((module, optimizer), (reference, halved)):
-            trained.zero_grad()
-            squared(model, torch.tensor([step, 4])).backward()
-            trained.step()
+        for each, trained in ((module, optimizer), (reference, halved)):
+            descend(each, trained, lambda step, each=each: squared(each, torch.tensor([step, 4])), [step])
         scheduler.step()
         halved.param_groups[0]["gradient_scale"] *= 0.5
         halved.param_groups[1]["lr"] *= 0.5
-    assert torch.equal(weights(module), weights(reference))
+    assert_equal(module, reference)
 
 
-def test_a_scheduler_of_the_momentum_acts_on_it() -> None:
+def test_a_scheduler_of_the_momentum_acts_on_it():
     optimizer = RLS(network(), momentum=0.5)
     OneCycleLR(optimizer, max_lr=2.0, total_steps=10)
     assert optimizer.param_groups[0]["momentum"] == 0.95
@@ -282,10 +235,7 @@ def test_a_scheduler_of_the_momentum_acts_on_it() -> None:
         ({"form": "half"}, r"form must be 'full', .*, RankOneP\(...\) or None, got 'half'"),
         ({"form": LowRankP}, "form must be .* got <class"),
         ({"form": "low_rank", "forgetting": 0.9}, "a P of low rank does not forget"),
-        ({"form": LowRankP(rank=2), "forgetting": 0.9}, "a P of low rank does not forget"),
         ({"lr": 1.0, "weight_decay": 5.0}, "must be < 1, got lr=1.0 and weight_decay=5.0:"),
-        ({"lr": 10.0, "weight_decay": 0.1}, "must be < 1, got lr=10.0 and weight_decay=0.1:"),
-        ({"lr": -1.0}, "lr must be >= 0, got -1.0"),
         ({"weight_decay": -1.0}, "weight_decay must be >= 0, got -1.0"),
         ({"lr": math.inf}, "lr must be a finite number >= 0, got inf"),
         ({"exclude": ["head"]}, "exclude has 'head', which is no module of Sequential"),
@@ -294,26 +244,22 @@ def test_a_scheduler_of_the_momentum_acts_on_it() -> None:
         ({"exclude": ["head.*"]}, r"'head\.\*', which is no .*, no patterns; there are '0', '1', '2'$"),
         ({"exclude": ["0", "2"], "auxiliary": ADAM}, "for RLS to train"),
         ({"lr": True}, "lr must be a finite number >= 0, got True"),
-        ({"lr": "1"}, "lr must be a finite number >= 0, got '1'"),
         ({"lr": torch.ones(2)}, r"lr must be a finite number >= 0, got tensor\(\[1., 1.\]\)"),
-        ({"momentum": "a"}, r"momentum must be a finite number in \[0, 1\), got 'a'"),
-        ({"forgetting": None}, r"forgetting must be a finite number in \(0, 1\], got None"),
         ({"max_gain": "x"}, "max_gain must be a finite number > 0, or None, got 'x'"),
-        ({"gradient_scale": None}, "gradient_scale must be a finite number > 0, got None"),
         ({"gradient_scale": {"0": "a"}}, "gradient_scale must be a finite number > 0, got 'a'"),
         ({"ratio": {"0": 0.1}}, "ratio must be a finite number > 0, got {'0': 0.1}"),
     ],
 )
-def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         RLS(network(), **options)
 
 
-def is_head(name: str, layer: nn.Module) -> bool:
+def is_head(name, layer):
     return name == "2"
 
 
-def excluding(exclude: Any) -> RLS:
+def excluding(exclude):
     module = network()
     module[1] = exclude[0] if isinstance(exclude, list) else module[1]
     return RLS(module, exclude=exclude)
@@ -327,9 +273,7 @@ EXTRA = [nn.Parameter(torch.ones(1))]
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: FullP(interval=0), ValueError, "interval must be an integer >= 1, got 0"),
-        (lambda: RankOneP(interval=True), ValueError, "interval must be an integer >= 1, got True"),
-        (lambda: LowRankP(interval=1.5), ValueError, "interval must be an integer >= 1, got 1.5"),  # type: ignore[arg-type]
+        (lambda: LowRankP(interval=1.5), ValueError, "interval must be an integer >= 1, got 1.5"),
         (lambda: LowRankP(rank=0), ValueError, "rank must be an integer >= 1, got 0"),
         (lambda: RLS(mixed()), ValueError, r"0\.weight, 2\.weight, 2\.bias"),
         (lambda: RLS(WITH_NORM, exclude=["2"], auxiliary=ADAM), ValueError, "are no parameters: those of 0$"),
@@ -343,21 +287,21 @@ EXTRA = [nn.Parameter(torch.ones(1))]
             ValueError,
             r"exclude has '2', which is no module of .*; there is 'module.2'$",
         ),
-        (lambda: RLS(network().parameters()), TypeError, "RLS takes the module.*return RLS"),  # type: ignore[arg-type]
+        (lambda: RLS(network().parameters()), TypeError, "RLS takes the module.*return RLS"),
         (lambda: RLS(mixed(), auxiliary=ADAM(network().parameters())), TypeError, r"got this Adam: .*partial\(torch"),
-        (lambda: RLS(mixed(), auxiliary="a"), TypeError, "must be a function .*, got this str"),  # type: ignore[arg-type]
+        (lambda: RLS(mixed(), auxiliary="a"), TypeError, "must be a function .*, got this str"),
         (lambda: RLS(mixed(), auxiliary=torch.optim.LBFGS), TypeError, "auxiliary makes an LBFGS, which evaluates"),
         (lambda: RLS(mixed(), auxiliary=list), TypeError, "auxiliary must make an optimizer, got list from it"),
         (lambda: RLS(mixed(), auxiliary=lambda given: ADAM(EXTRA)), ValueError, r"leaves out 0\.weight"),
         (lambda: RLS(mixed(), auxiliary=lambda given: ADAM(given + EXTRA)), ValueError, "it takes others as well"),
     ],
 )
-def test_what_cannot_be_made_is_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_what_cannot_be_made_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
 
-def test_a_rate_that_weight_decay_does_not_allow_is_refused_when_a_scheduler_comes_to_it() -> None:
+def test_a_rate_that_weight_decay_does_not_allow_is_refused_when_a_scheduler_comes_to_it():
     module = network()
     optimizer = RLS(module, weight_decay=0.5)
     scheduler = LambdaLR(optimizer, lambda step: 1.0 + step)
@@ -369,13 +313,13 @@ def test_a_rate_that_weight_decay_does_not_allow_is_refused_when_a_scheduler_com
     assert torch.equal(weights(module), before)
 
 
-def test_numbers_may_be_of_numpy_or_in_a_tensor() -> None:
-    optimizer = RLS(network(), lr=torch.tensor(0.5), l1=np.float32(0.0), form=LowRankP(rank=np.int64(2)))  # type: ignore[arg-type]
+def test_numbers_may_be_of_numpy_or_in_a_tensor():
+    optimizer = RLS(network(), lr=torch.tensor(0.5), l1=np.float32(0.0), form=LowRankP(rank=np.int64(2)))
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize("where", ["inputs", "gradient"])
-def test_nan_stops_the_step_before_anything_changes(where: str) -> None:
+def test_nan_stops_the_step_before_anything_changes(where):
     module = network()
     optimizer = RLS(module, momentum=0.5)
     train(module, optimizer, range(2))
@@ -391,10 +335,10 @@ def test_nan_stops_the_step_before_anything_changes(where: str) -> None:
     train(module, optimizer, range(2, 4))
     without = network()
     train(without, RLS(without, momentum=0.5), range(4))
-    assert torch.equal(weights(module), weights(without))
+    assert_equal(module, without)
 
 
-def test_gradients_that_no_backward_pass_has_made_are_an_error_with_the_remedy() -> None:
+def test_gradients_that_no_backward_pass_has_made_are_an_error_with_the_remedy():
     module = network()
     optimizer = RLS(module)
     parameters = list(module.parameters())
@@ -404,7 +348,7 @@ def test_gradients_that_no_backward_pass_has_made_are_an_error_with_the_remedy()
         optimizer.step()
 
 
-def test_a_weight_used_without_its_layer_is_an_error_that_names_it() -> None:
+def test_a_weight_used_without_its_layer_is_an_error_that_names_it():
     module = network()
     optimizer = RLS(module)
     (module(batch(0)) @ module[2].weight).sum().backward()  # beside its layer is all right
@@ -418,7 +362,7 @@ def test_a_weight_used_without_its_layer_is_an_error_that_names_it() -> None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_summary_tells_form_size_and_memory_of_each_weight() -> None:
+def test_summary_tells_form_size_and_memory_of_each_weight():
     module = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Flatten(), nn.Linear(1023, 2))
     lines = [line.split() for line in RLS(module).summary().splitlines()]
     assert lines[1] == ["0.weight", "full", "2", "x", "19", "x", "19", "2.8", "KiB"]
@@ -427,7 +371,7 @@ def test_summary_tells_form_size_and_memory_of_each_weight() -> None:
     assert RLS(module, form="rank1").summary().splitlines()[2].split() == ["2.weight", "rank1", "1024", "4.0", "KiB"]
 
 
-def test_too_little_memory_is_an_error_that_names_layers_and_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_an_error_that_names_layers_and_remedies(monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda device: 5000)
     with pytest.raises(MemoryError, match=r"take 5.4 KiB, but 4.9 KiB are free on cpu.*0.weight 3.4 KiB.*'rank1'"):
         RLS(network())
@@ -436,13 +380,13 @@ def test_too_little_memory_is_an_error_that_names_layers_and_remedies(monkeypatc
 
 # --- state -----------------------------------------------------------------------------------------------------------
 
-FORMS: list[dict[str, Any]] = [{}, {"form": "rank1"}, {"forgetting": 0.99}, {"form": "low_rank"}]
+FORMS = [{}, {"form": "rank1"}, {"forgetting": 0.99}, {"form": "low_rank"}]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_resumed_training_is_bitwise_that_without_a_break(options: dict[str, Any], dtype: torch.dtype) -> None:
-    def make() -> tuple[nn.Sequential, RLS]:
+def test_resumed_training_is_bitwise_that_without_a_break(options, dtype):
+    def make():
         module = nn.Sequential(network(), nn.LayerNorm(12)).to(dtype)
         return module, RLS(module, momentum=0.5, auxiliary=ADAM, **options)
 
@@ -456,10 +400,10 @@ def test_resumed_training_is_bitwise_that_without_a_break(options: dict[str, Any
     resumed.load_state_dict(saved["optimizer"])
     train(module, optimizer, range(5, 9))
     train(other, resumed, range(5, 9))
-    assert torch.equal(weights(module), weights(other))
+    assert_equal(module, other)
 
 
-def test_a_loaded_state_is_a_copy_with_integer_counters_in_the_precision_of_the_module() -> None:
+def test_a_loaded_state_is_a_copy_with_integer_counters_in_the_precision_of_the_module():
     module, other = network(), network()
     optimizer, loaded = RLS(module), RLS(other)
     train(module, optimizer, range(3))
@@ -472,7 +416,7 @@ def test_a_loaded_state_is_a_copy_with_integer_counters_in_the_precision_of_the_
     assert torch.equal(matrix(optimizer, "0.weight"), before)
 
 
-def test_groups_are_still_those_of_the_auxiliary_optimizer_after_loading() -> None:
+def test_groups_are_still_those_of_the_auxiliary_optimizer_after_loading():
     module = mixed()
     optimizer = RLS(module, auxiliary=partial(torch.optim.SGD, lr=0.1))
     optimizer.load_state_dict(optimizer.state_dict())
@@ -490,7 +434,7 @@ def test_groups_are_still_those_of_the_auxiliary_optimizer_after_loading() -> No
         ({"exclude": ["0"], "auxiliary": ADAM}, "trains 0.weight, which this one does not: make it with the same lay"),
     ],
 )
-def test_a_state_of_another_optimizer_is_refused(options: dict[str, Any], message: str) -> None:
+def test_a_state_of_another_optimizer_is_refused(options, message):
     module = network()
     optimizer = RLS(module)
     train(module, optimizer, range(1))
@@ -502,7 +446,7 @@ def test_a_state_of_another_optimizer_is_refused(options: dict[str, Any], messag
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_a_copy_of_module_and_optimizer_goes_on_as_the_original(duplicate: Callable[[Any], Any]) -> None:
+def test_a_copy_of_module_and_optimizer_goes_on_as_the_original(duplicate):
     module = nn.Sequential(network(), nn.LayerNorm(12).double())
     optimizer = RLS(module, momentum=0.5, auxiliary=ADAM)
     train(module, optimizer)
@@ -511,24 +455,24 @@ def test_a_copy_of_module_and_optimizer_goes_on_as_the_original(duplicate: Calla
     train(module, optimizer, range(5, 8))
     assert torch.equal(weights(copied), before)
     train(copied, copied_optimizer, range(5, 8))
-    assert torch.equal(weights(copied), weights(module))
+    assert_equal(copied, module)
 
 
-def test_a_copy_of_the_module_alone_is_not_listened_to() -> None:
+def test_a_copy_of_the_module_alone_is_not_listened_to():
     module, reference = network(), network()
     optimizer, plain = RLS(module), RLS(reference)
     for copied in (AveragedModel(module), pickle.loads(pickle.dumps(module))):
         squared(copied, batch(99)).backward()
     train(module, optimizer)
     train(reference, plain)
-    assert torch.equal(weights(module), weights(reference))
+    assert_equal(module, reference)
 
 
-def test_what_makes_the_auxiliary_optimizer_may_look_at_parameters_that_will_be_unfrozen_later() -> None:
+def test_what_makes_the_auxiliary_optimizer_may_look_at_parameters_that_will_be_unfrozen_later():
     module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
     module[1].requires_grad_(False)
 
-    def by_dimension(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def by_dimension(parameters):
         matrices = [parameter for parameter in parameters if parameter.ndim > 1]
         vectors = [parameter for parameter in parameters if parameter.ndim < 2]
         return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
@@ -546,12 +490,12 @@ def test_what_makes_the_auxiliary_optimizer_may_look_at_parameters_that_will_be_
 # --- hooks -----------------------------------------------------------------------------------------------------------
 
 
-def number_of_hooks(module: nn.Module) -> int:
+def number_of_hooks(module):
     return sum(len(layer._forward_hooks) for layer in module.modules())
 
 
 @pytest.mark.parametrize("on_demand", [True, False])
-def test_hooks_are_removed_on_demand_and_with_the_optimizer(on_demand: bool) -> None:
+def test_hooks_are_removed_on_demand_and_with_the_optimizer(on_demand):
     module = network()
     optimizer = RLS(module)
     train(module, optimizer)
@@ -564,76 +508,56 @@ def test_hooks_are_removed_on_demand_and_with_the_optimizer(on_demand: bool) -> 
     assert number_of_hooks(module) == 0
 
 
-def without_backward(module: nn.Module, optimizer: RLS) -> None:
-    module(batch(50))
-
-
-def without_gradients(module: nn.Module, optimizer: RLS) -> None:
-    with torch.no_grad():
-        module(batch(50))
-
-
-def forgotten(module: nn.Module, optimizer: RLS) -> None:
-    squared(module, batch(50)).backward()
-    optimizer.zero_grad()
-
-
-def looked_at(module: nn.Module, optimizer: RLS) -> None:
-    torch.autograd.grad(module(batch(50)).sum(), list(module.parameters()))
-
-
-def looked_at_twice(module: nn.Module, optimizer: RLS) -> None:
-    inputs = batch(50).requires_grad_()
-    (gradient,) = torch.autograd.grad(squared(module, inputs), inputs, create_graph=True)
-    torch.autograd.grad(gradient.square().sum(), list(module.parameters()))
-
-
-def differentiated_by_functions(module: nn.Module, optimizer: RLS) -> None:
-    parameters = {name: p.detach() for name, p in module.named_parameters()}
-    per_sample = torch.func.grad(lambda p, x: torch.func.functional_call(module, p, (x,)).square().sum())
-    torch.func.vmap(per_sample, (None, 0))(parameters, batch(50))
+def disturb(module, optimizer, kind):
+    """A pass that is no part of the gradient of a step."""
+    parameters, inputs = dict(module.named_parameters()), batch(50).requires_grad_(kind == "looked at twice")
+    if kind == "by functions":
+        values = {name: parameter.detach() for name, parameter in parameters.items()}
+        per_sample = torch.func.grad(lambda p, x: torch.func.functional_call(module, p, (x,)).square().sum())
+        torch.func.vmap(per_sample, (None, 0))(values, inputs)
+        return
+    with torch.set_grad_enabled(kind != "without gradients"):
+        loss = squared(module, inputs)
+    if kind == "forgotten":
+        loss.backward()
+        optimizer.zero_grad()
+    elif kind == "looked at":
+        torch.autograd.grad(loss, list(parameters.values()))
+    elif kind == "looked at twice":
+        (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        torch.autograd.grad(gradient.square().sum(), list(parameters.values()))
 
 
 @pytest.mark.parametrize(
-    "disturbance",
-    [
-        without_backward,
-        without_gradients,
-        forgotten,
-        looked_at,
-        looked_at_twice,
-        differentiated_by_functions,
-    ],
+    "kind", ["without backward", "without gradients", "forgotten", "looked at", "looked at twice", "by functions"]
 )
-def test_only_passes_that_make_up_the_gradient_count(disturbance: Callable[[nn.Module, RLS], None]) -> None:
+def test_only_passes_that_make_up_the_gradient_count(kind):
     module, reference = network(), network()
-    optimizer, plain = RLS(module), RLS(reference)
+    optimizer = RLS(module)
     for step in range(3):
-        disturbance(module, optimizer)
+        disturb(module, optimizer, kind)
         train(module, optimizer, range(step, step + 1))
-        train(reference, plain, range(step, step + 1))
-    assert torch.equal(weights(module), weights(reference))
+    train(reference, RLS(reference), range(3))
+    assert_equal(module, reference)
 
 
-def test_the_order_of_lightning_in_which_gradients_are_zeroed_after_the_forward_pass() -> None:
+def test_the_order_of_lightning_in_which_gradients_are_zeroed_after_the_forward_pass():
     module, reference = network(), network()
-    optimizer, plain = RLS(module), RLS(reference)
+    optimizer = RLS(module)
 
-    for step in range(3):
+    def closure(step):
+        loss = squared(module, batch(step))
+        optimizer.zero_grad()
+        loss.backward()
+        return loss
 
-        def closure(step: int = step) -> Tensor:
-            loss = squared(module, batch(step))
-            optimizer.zero_grad()
-            loss.backward()
-            return loss
-
-        assert optimizer.step(closure) > 0
-    train(reference, plain, range(3))
-    assert torch.equal(weights(module), weights(reference))
+    assert all(optimizer.step(partial(closure, step)) > 0 for step in range(3))
+    train(reference, RLS(reference), range(3))
+    assert_equal(module, reference)
 
 
 @pytest.mark.parametrize("clears_in_between", [False, True])
-def test_a_loss_of_derivatives_counts_each_row_once(clears_in_between: bool) -> None:
+def test_a_loss_of_derivatives_counts_each_row_once(clears_in_between):
     """As of a physics-informed network; Lightning clears gradients between the two passes."""
     module = nn.Sequential(nn.Linear(2, 7), nn.Tanh(), nn.Linear(7, 1)).double()
     reference = copy.deepcopy(module)
@@ -655,26 +579,26 @@ def test_a_loss_of_derivatives_counts_each_row_once(clears_in_between: bool) -> 
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, use_reentrant: bool) -> None:
+    def __init__(self, inner, use_reentrant):
         super().__init__()
         self.inner, self.use_reentrant = inner, use_reentrant
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         return checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=self.use_reentrant)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_layers_are_counted_once(use_reentrant: bool) -> None:
+def test_checkpointed_layers_are_counted_once(use_reentrant):
     module, reference = Checkpointed(network(), use_reentrant), network()
     train(module, RLS(module, momentum=0.5))
     train(reference, RLS(reference, momentum=0.5))
-    assert torch.equal(weights(module), weights(reference))
+    assert_equal(module, reference)
 
 
 # --- precision and compilation ---------------------------------------------------------------------------------------
 
 
-def test_under_autocast_p_stays_in_float32() -> None:
+def test_under_autocast_p_stays_in_float32():
     module, reference = network(torch.float32), network(torch.float32)
     optimizer, plain = RLS(module), RLS(reference)
     with torch.autocast("cpu", torch.bfloat16):
@@ -682,22 +606,22 @@ def test_under_autocast_p_stays_in_float32() -> None:
     train(reference, plain, range(2))
     assert matrix(optimizer, "0.weight").dtype == torch.float32
     torch.testing.assert_close(matrix(optimizer, "0.weight"), matrix(plain, "0.weight"), rtol=0, atol=1e-6)
-    torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=0.03)
+    assert_equal(module, reference, 0.03)
 
 
 @pytest.mark.slow
-def test_compiled_modules_train_alike() -> None:
+def test_compiled_modules_train_alike():
     module, reference = network(), network()
-    compiled: Any = torch.compile(module, backend="aot_eager")
+    compiled = torch.compile(module, backend="aot_eager")
     optimizer = RLS(compiled)
     assert "_orig_mod" not in optimizer.summary()
     train(compiled, optimizer)
     train(reference, RLS(reference))
-    torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-12)
+    assert_equal(module, reference, 1e-12)
 
 
 @pytest.mark.slow
-def test_a_compiled_loop_takes_its_steps_outside_of_graphs() -> None:
+def test_a_compiled_loop_takes_its_steps_outside_of_graphs():
     module, reference = network(), network()
     optimizer = RLS(module, momentum=0.5)
     step = torch.compile(lambda: optimizer.step(), backend="eager")
@@ -706,10 +630,10 @@ def test_a_compiled_loop_takes_its_steps_outside_of_graphs() -> None:
         step()
         optimizer.zero_grad()
     train(reference, RLS(reference, momentum=0.5), range(3))
-    torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-12)
+    assert_equal(module, reference, 1e-12)
 
 
-def test_a_trace_of_the_module_does_not_hold_what_is_recorded() -> None:
+def test_a_trace_of_the_module_does_not_hold_what_is_recorded():
     module, inputs = network(), batch(0)
     plain = torch.jit.trace(network(), inputs).inlined_graph
     optimizer = RLS(module)
@@ -721,7 +645,7 @@ def test_a_trace_of_the_module_does_not_hold_what_is_recorded() -> None:
 class Everything(nn.Module):
     """Layers whose inputs RLS reads in different ways."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.convolution = nn.Conv1d(2, 3, 3, padding=1, stride=2)
@@ -729,25 +653,21 @@ class Everything(nn.Module):
         self.head = nn.Linear(12, 2)
         self.double()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.recurrent(self.convolution(x.view(-1, 2, 10)))[0].flatten(1))
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.5, "form": LowRankP(rank=2)}, {"forgetting": 0.9}])
-def test_the_default_device_of_torch_need_not_be_that_of_the_module(options: dict[str, Any]) -> None:
-    module, reference = Everything(), Everything()
+def test_the_default_device_of_torch_need_not_be_that_of_the_module(options):
+    module, reference, inputs = Everything(), Everything(), [batch(step) for step in range(3)]
     train(reference, RLS(reference, **options), range(3))
     optimizer = RLS(module, **options)
-    inputs = [batch(step) for step in range(3)]
     with torch.device("meta"):
-        for x in inputs:
-            optimizer.zero_grad()
-            squared(module, x).backward()
-            optimizer.step()
-    torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-12)
+        descend(module, optimizer, lambda step: squared(module, inputs[step]), range(3))
+    assert_equal(module, reference, 1e-12)
 
 
-def test_the_outputs_of_a_step_do_not_outlive_it() -> None:
+def test_the_outputs_of_a_step_do_not_outlive_it():
     layer = nn.Linear(3, 2)
     optimizer = RLS(layer)
     outputs = layer(torch.randn(4, 3))
@@ -758,7 +678,7 @@ def test_the_outputs_of_a_step_do_not_outlive_it() -> None:
     assert watched() is None
 
 
-def test_state_of_version_0_2_is_taken_over() -> None:
+def test_state_of_version_0_2_is_taken_over():
     """Its groups had no weight decay."""
     module, again = network(), network()
     optimizer, loaded = (RLS(each, weight_decay=0.01) for each in (module, again))
@@ -770,22 +690,22 @@ def test_state_of_version_0_2_is_taken_over() -> None:
     loaded.load_state_dict(state)
     train(module, optimizer, range(2, 4))
     train(again, loaded, range(2, 4))
-    assert torch.equal(weights(module), weights(again))
+    assert_equal(module, again)
 
 
 class Hiding(nn.Module):
     """Scales its outputs by a parameter in a list; another one is not used."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Linear(3, 2)
         self.scales, self.unused = [nn.Parameter(torch.ones(2))], [nn.Parameter(torch.ones(2))]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.net(x) * self.scales[0]
 
 
-def test_parameters_that_nobody_trains_are_named_once() -> None:
+def test_parameters_that_nobody_trains_are_named_once():
     module = Hiding()
     optimizer = RLS(module)
     for step in range(2):
@@ -797,7 +717,7 @@ def test_parameters_that_nobody_trains_are_named_once() -> None:
         assert [str(w.message).partition(":")[0] for w in caught] == ["RLS does not train scales[0]"] * (step == 0)
 
 
-def test_the_error_of_exact_recursion_names_no_setting_that_it_has_not() -> None:
+def test_the_error_of_exact_recursion_names_no_setting_that_it_has_not():
     layer = nn.Linear(3, 2)
     optimizer = RLS.exact(layer)
     layer(torch.full((2, 3), math.nan)).square().sum().backward()

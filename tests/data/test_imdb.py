@@ -186,21 +186,6 @@ def test_an_enormous_review_of_an_archive_is_refused_before_it_is_read(tmp_path)
         read_reviews(str(tmp_path))
 
 
-def test_an_enormous_review_of_a_directory_is_refused_before_it_is_read(tmp_path):
-    write_directory(tmp_path)
-    with (tmp_path / REVIEW).open("wb") as file:
-        file.truncate(600_000_000)  # takes no place on the disk
-    with pytest.raises(DamagedFileError, match="0_7.txt has 600,000,000 bytes; a review has at most 1,000,000"):
-        read_reviews(str(tmp_path))
-
-
-def test_a_link_to_nothing_in_a_directory_is_refused(tmp_path):
-    write_directory(tmp_path)
-    (tmp_path / REVIEW).symlink_to("nowhere")
-    with pytest.raises(DamagedFileError, match="0_7.txt is no ordinary file"):
-        read_reviews(str(tmp_path))
-
-
 def test_a_damaged_review_of_a_directory_is_not_to_be_deleted(tmp_path, torchtext):
     write_directory(tmp_path)
     path = tmp_path / REVIEW
@@ -210,11 +195,25 @@ def test_a_damaged_review_of_a_directory_is_not_to_be_deleted(tmp_path, torchtex
     assert "download" not in str(error.value)
 
 
-def test_class_without_reviews_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "error", "problem"),
+    [
+        ("size", DamagedFileError, "0_7.txt has 600,000,000 bytes; a review has at most 1,000,000"),
+        ("link", DamagedFileError, "0_7.txt is no ordinary file"),
+        ("none", FileNotFoundError, "has no reviews in test/pos"),
+    ],
+)
+def test_damaged_directories_are_refused_before_they_are_read(tmp_path, damage, error, problem):
     write_directory(tmp_path)
-    for path in (tmp_path / "aclImdb" / "test" / "pos").glob("*.txt"):
-        path.unlink()
-    with pytest.raises(FileNotFoundError, match="has no reviews in test/pos"):
+    if damage == "size":
+        with (tmp_path / REVIEW).open("wb") as file:
+            file.truncate(600_000_000)  # takes no place on the disk
+    elif damage == "link":
+        (tmp_path / REVIEW).symlink_to("nowhere")
+    else:
+        (tmp_path / "aclImdb" / "test" / "pos").rename(tmp_path / "elsewhere")
+        (tmp_path / "aclImdb" / "test" / "pos").mkdir()
+    with pytest.raises(error, match=problem):
         read_reviews(str(tmp_path))
 
 

@@ -56,20 +56,18 @@ def test_own_collate_fn_gets_the_samples(dataset):
     assert next(iter(DrawLoader(dataset, draws, collate_fn=labels)))[1] == 3
 
 
-def test_pixels_that_are_not_numbers_are_refused():
-    with pytest.raises(MisconfigurationException, match=r"Pixels of Noise must lie in \[0, 1\], but go from nan"):
-        image_dataset("Noise", torch.tensor([[0.5, float("nan")]]))
-
-
-@pytest.mark.parametrize("pixel", [-0.1, 1.1])
-def test_pixels_outside_the_unit_interval_are_refused(pixel):
-    with pytest.raises(MisconfigurationException, match=r"must lie in \[0, 1\]"):
-        image_dataset("Noise", torch.tensor([[0.5, pixel]]))
-
-
-def test_empty_set_is_refused():
-    with pytest.raises(MisconfigurationException, match=r"Noise has no images"):
-        image_dataset("Noise", torch.zeros(0, 4))
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (torch.tensor([[0.5, float("nan")]]), r"Pixels of Noise must lie in \[0, 1\], but go from nan"),
+        (torch.tensor([[0.5, -0.1]]), r"must lie in \[0, 1\]"),
+        (torch.tensor([[0.5, 1.1]]), r"must lie in \[0, 1\]"),
+        (torch.zeros(0, 4), "Noise has no images"),
+    ],
+)
+def test_images_that_are_none_are_refused(images, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        image_dataset("Noise", images)
 
 
 def test_random_parts_are_disjoint_and_repeat_with_the_seed():
@@ -143,17 +141,11 @@ def test_passes_are_shuffled_anew_each_epoch():
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize(("loader", "part"), [("val", "val"), ("test", "test"), ("predict", "test")])
+@pytest.mark.parametrize(("loader", "part"), [("val", "val"), ("test", "test"), ("predict", "test"), ("", "train")])
 def test_evaluation_loaders_give_their_set_in_order(loader, part):
     datamodule = small_curves(eval_batch_size=5)
-    images = torch.cat([images for (images,) in getattr(datamodule, f"{loader}_dataloader")()])
-    assert torch.equal(images, getattr(datamodule.splits, part).tensors[0])
-
-
-def test_training_set_can_be_evaluated_in_order():
-    datamodule = small_curves(eval_batch_size=7)
-    images = torch.cat([images for (images,) in datamodule.evaluation_dataloader("train")])
-    assert torch.equal(images, datamodule.splits.train.tensors[0])
+    batches = getattr(datamodule, f"{loader}_dataloader")() if loader else datamodule.evaluation_dataloader("train")
+    assert torch.equal(torch.cat([images for (images,) in batches]), getattr(datamodule.splits, part).tensors[0])
 
 
 def test_loader_before_setup_is_refused():

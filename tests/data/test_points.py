@@ -1,3 +1,4 @@
+import math
 from itertools import pairwise
 from typing import ClassVar
 
@@ -16,8 +17,8 @@ REGIONS = {"interior": SQUARE, "initial": Box([0.0, 0.0], [1.0, 0.0])}
 COUNTS = {"interior": 12, "initial": 4}
 
 
-def make_draws(**options):
-    return PointDraws(REGIONS, COUNTS, **{"draws_per_epoch": 100, **options})
+def make_draws(counts=COUNTS, **options):
+    return PointDraws(REGIONS, counts, **{"draws_per_epoch": 100, **options})
 
 
 def same(first, second):
@@ -64,16 +65,13 @@ def test_share_of_the_points_is_where_the_residual_is_large():
 
     def residuals(points):
         asked.append({block: len(at) for block, at in points.items()})
-        return {block: torch.stack([at[:, 0] > 0.9, at[:, 0] > 0.9], 1).double() for block, at in points.items()}
+        return {block: (at[:, :1] > 0.9).double().expand(-1, 2) for block, at in points.items()}
 
-    def share_at_the_edge(residual_share):
-        draws = PointDraws(REGIONS, {"interior": 400, "initial": 40}, draws_per_epoch=1, residual_share=residual_share,
-                           residuals=residuals)  # fmt: skip
-        return (draws.draw(0)["interior"][:, 0] > 0.9).double().mean().item()
-
-    assert share_at_the_edge(0.0) == pytest.approx(0.1, abs=0.05) and asked == []
-    assert share_at_the_edge(0.25) == pytest.approx(0.25 + 0.75 * 0.1, abs=0.05)
-    assert asked == [{"interior": 1000, "initial": 100}]
+    for share in (0.0, 0.25):
+        draws = make_draws({"interior": 400, "initial": 40}, residual_share=share, residuals=residuals)
+        at_edge = (draws.draw(0)["interior"][:, 0] > 0.9).double().mean().item()
+        assert at_edge == pytest.approx(share + (1 - share) * 0.1, abs=0.05)
+        assert asked == ([{"interior": 1000, "initial": 100}] if share else [])
 
 
 def test_points_in_proportion_to_the_residual():
@@ -87,20 +85,17 @@ def test_points_in_proportion_to_the_residual():
     assert draws.draw(0)["interior"][:, 0].mean().item() == pytest.approx(0.9 * 2 / 3 + 0.1 / 2, abs=0.015)
 
 
-def test_residual_that_is_zero_everywhere_draws_evenly():
+@pytest.mark.parametrize("value", [0.0, math.nan])
+def test_residuals_that_are_zero_everywhere_draw_evenly_and_nan_is_an_error_that_names_the_block(value):
     def residuals(points):
-        return {block: torch.zeros(len(at)) for block, at in points.items()}
+        return {block: torch.full((len(at),), value if block == "initial" else 0.0) for block, at in points.items()}
 
     draws = make_draws(residual_share=0.5, residuals=residuals)
-    assert {block: len(points) for block, points in draws.draw(0).items()} == COUNTS
-
-
-def test_residual_that_is_nan_is_an_error_that_names_the_block():
-    def residuals(points):
-        return {block: at[:, 0] * (float("nan") if block == "initial" else 1) for block, at in points.items()}
-
-    with pytest.raises(ValueError, match="residual of initial is NaN or infinite at the point"):
-        make_draws(residual_share=0.5, residuals=residuals).draw(0)
+    if value == 0:
+        assert {block: len(points) for block, points in draws.draw(0).items()} == COUNTS
+    else:
+        with pytest.raises(ValueError, match="residual of initial is NaN or infinite at the point"):
+            draws.draw(0)
 
 
 @pytest.mark.parametrize(
@@ -110,36 +105,13 @@ def test_residual_that_is_nan_is_an_error_that_names_the_block():
         ({"residual_share": None}, r"residual_share must be in \[0, 1\), but is None"),
         ({"residual_share": 1.0}, r"residual_share must be in \[0, 1\)"),
         ({"residual_share": 0.5}, "needs the residuals of a network"),
+        *(({"counts": c}, "of the regions interior, initial") for c in ({"interior": 3}, COUNTS | {"wall": 3}, {})),
+        *(({"counts": COUNTS | {"initial": c}}, f"at least 1, but are {{'initial': {c}}}") for c in (0, 3.5)),
     ],
 )
 def test_arguments_out_of_range(options, message):
     with pytest.raises(MisconfigurationException, match=message):
         make_draws(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"seed": -1}, "seed must be at least 0, but is -1"),
-        ({"seed": 1.5}, "seed must be a whole number >= 0, but is 1.5"),
-        ({"eval_count": None}, "eval_count must be a whole number >= 1, but is None"),
-    ],
-)
-def test_options_of_the_data_module_out_of_range(options, message):
-    with pytest.raises(MisconfigurationException, match=message):
-        PointsDataModule(Heat(), {"interior": 6, "boundary": 2, "initial": 2}, **options)
-
-
-@pytest.mark.parametrize("counts", [{"interior": 3}, {"interior": 3, "initial": 3, "wall": 3}, {}])
-def test_counts_are_for_each_region(counts):
-    with pytest.raises(MisconfigurationException, match="each of the regions interior, initial"):
-        PointDraws(REGIONS, counts, draws_per_epoch=1)
-
-
-@pytest.mark.parametrize("count", [0, 3.5])
-def test_counts_are_whole_numbers(count):
-    with pytest.raises(MisconfigurationException, match=f"whole numbers of at least 1, but are {{'initial': {count}}}"):
-        PointDraws(REGIONS, {"interior": 3, "initial": count}, draws_per_epoch=1)
 
 
 def test_every_process_has_points_of_every_region():
@@ -284,6 +256,7 @@ def test_module_of_one_region_may_return_a_tensor_of_residuals(tmp_path):
     [
         *(("steps_per_epoch", 0), ("eval_count", 0), ("seed", -1)),
         *(("redraw_every_n_steps", 0), ("residual_share", 1.0), ("predict_count", 0)),
+        *(("seed", 1.5), ("eval_count", None)),
     ],
 )
 def test_numbers_out_of_range_are_refused_when_the_data_module_is_made(name, number):

@@ -65,19 +65,18 @@ def resizable(*arguments, **options):
 # Sizes
 
 
-def test_a_size_holds_from_the_next_batch_on():
-    loader, sizes = resizable(range(20), batch_size=2)
-    assert [len(batch) for batch in batches(loader, [2, 5, 7], sizes)] == [2, 2, 5, 7, 4]
-
-
-def test_a_size_is_rounded_to_the_nearest_whole_one():
-    loader, sizes = resizable(range(23), batch_size=4)
-    assert [len(batch) for batch in batches(loader, [4.49, 4.5, 5.4999], sizes)] == [4, 4, 5, 5, 5]
-
-
-def test_batches_that_workers_were_asked_for_keep_their_size():
-    loader, sizes = resizable(range(40), batch_size=2, num_workers=2, prefetch_factor=1)
-    assert [len(batch) for batch in batches(loader, [6], sizes)] == [2, 2, 2, 6, 6, 6, 6, 6, 4]
+@pytest.mark.parametrize(
+    ("samples", "first", "options", "set_to", "expected"),
+    [
+        (20, 2, {}, [2, 5, 7], [2, 2, 5, 7, 4]),  # from the next batch on
+        (23, 4, {}, [4.49, 4.5, 5.4999], [4, 4, 5, 5, 5]),  # rounded
+        (40, 4, {}, [11], [4, 11, 11, 7, 7]),  # the last two share what is left
+        (40, 2, {"num_workers": 2, "prefetch_factor": 1}, [6], [2, 2, 2, 6, 6, 6, 6, 6, 4]),  # those asked for stay
+    ],
+)
+def test_sizes_hold_from_the_next_batch_on(samples, first, options, set_to, expected):
+    loader, sizes = resizable(range(samples), batch_size=first, **options)
+    assert [len(batch) for batch in batches(loader, set_to, sizes)] == expected
 
 
 @pytest.mark.slow
@@ -131,21 +130,6 @@ def test_drop_last_leaves_out_less_than_a_batch_of_the_first_size(sizes, samples
     assert samples - first < len(numbers(read)) <= samples and all(len(batch) >= first for batch in read)
 
 
-@given(SIZES, st.integers(1, 60), st.integers(1, 8))
-def test_growth_leaves_no_batch_smaller_than_half_of_those_at_first(sizes, samples, first):
-    loader, sized = resizable(range(samples), batch_size=first)
-    grown = [len(batch) for batch in batches(loader, sorted(max(size, first) for size in sizes), sized)]
-    smallest = (
-        min(grown[:-1], default=first) if grown[-2:-1] in ([], [first]) else min(grown)
-    )  # else nothing grew so far
-    assert 2 * smallest > first
-
-
-def test_the_last_two_batches_share_what_is_left():
-    loader, sizes = resizable(range(40), batch_size=4)
-    assert [len(batch) for batch in batches(loader, [11], sizes)] == [4, 11, 11, 7, 7]
-
-
 def test_a_loader_that_nobody_resizes_is_as_it_was():
     options = {"batch_size": 3, "shuffle": True}
     torch.manual_seed(0)
@@ -155,12 +139,17 @@ def test_a_loader_that_nobody_resizes_is_as_it_was():
     assert batches(loader) == untouched and len(loader) == 7
 
 
-def test_a_new_pass_has_the_new_size():
-    loader, sizes = resizable(range(12), batch_size=2)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
+def test_a_new_pass_has_the_new_size(options):
+    loader, sizes = resizable(range(12), batch_size=2, **options)
     batches(loader)
     sizes.batch_size = 5
-    sizes.begin_anew()
-    assert len(loader) == 3 and [len(batch) for batch in batches(loader)] == [5, 5, 2]
+    if not options:
+        sizes.begin_anew()
+        assert len(loader) == 3
+    read = batches(loader)
+    sizes.restore()
+    assert [len(batch) for batch in read] == [5, 5, 2]
 
 
 def test_the_end_of_a_new_pass_is_split_by_what_is_left_of_it():
@@ -173,15 +162,6 @@ def test_a_limit_ends_the_pass_after_the_samples_of_so_many_first_batches():
     loader, sizes = resizable(range(40), batch_size=4)
     sizes.limit(3)
     assert numbers(batches(loader, [5], sizes)) == list(range(12)) and len(loader) == 3
-
-
-def test_persistent_workers_read_new_sizes_in_the_next_pass():
-    loader, sizes = resizable(range(12), batch_size=2, num_workers=1, persistent_workers=True)
-    batches(loader)
-    sizes.batch_size = 5
-    read = batches(loader)
-    sizes.restore()
-    assert [len(batch) for batch in read] == [5, 5, 2]
 
 
 # Other readers
@@ -271,12 +251,6 @@ def test_the_samples_of_a_foreign_batch_are_known_once_one_was_read():
     assert sizes.sampler.knows_unit and sizes.batch_size == 3
 
 
-def test_a_foreign_sampler_without_length_stays_without():
-    loader, _ = resizable(range(13), batch_sampler=Buckets(sized=False))
-    with pytest.raises(TypeError, match="Buckets has no length"):
-        len(loader)
-
-
 def test_a_subclass_of_the_batch_sampler_keeps_its_own_batches():
     class Reversed(BatchSampler):
         def __iter__(self):
@@ -295,23 +269,22 @@ def test_a_stream_is_read_once_whatever_the_sizes(workers):
     assert sorted(numbers(batches(loader, [3, 4, 9], sizes))) == list(range(50))
 
 
-def test_samples_are_counted_though_the_batch_does_not_tell_their_number():
-    loader, sizes = resizable(Stream(10), batch_size=4, collate_fn=sum)
-    assert [(batch, sizes.sizes_read[-1]) for batch in loader] == [(6, 4), (22, 4), (17, 2)]
+class Doubling(DataLoader):
+    def __iter__(self):
+        return (2 * batch for batch in super().__iter__())
 
 
-def test_a_stream_of_a_loader_with_its_own_iteration_counts_as_it_was_asked_for():
-    class Doubling(DataLoader):
-        def __iter__(self):
-            return (2 * batch for batch in super().__iter__())
-
-    sizes = ResizableLoader(Doubling(Stream(10), batch_size=4))
-    assert [(len(batch), sizes.sizes_read[-1]) for batch in sizes.loader] == [(4, 4), (4, 4), (2, 4)]
-
-
-def test_the_samples_of_merged_batches_are_counted():
-    loader, sizes = resizable(range(13), batch_sampler=Buckets())
-    assert [(len(batch), sizes.sizes_read[-1]) for batch in loader] == [(3, 3), (2, 2), (3, 3), (3, 3), (2, 2)]
+@pytest.mark.parametrize(
+    ("make", "sizes_read"),
+    [
+        (lambda: DataLoader(Stream(10), batch_size=4, collate_fn=sum), [4, 4, 2]),  # the batch does not tell it
+        (lambda: Doubling(Stream(10), batch_size=4), [4, 4, 4]),  # as was asked for
+        (lambda: DataLoader(range(13), batch_sampler=Buckets()), [3, 2, 3, 3, 2]),
+    ],
+)
+def test_the_samples_of_each_batch_are_counted(make, sizes_read):
+    sizes = ResizableLoader(make())
+    assert [sizes.sizes_read[-1] for _ in sizes.loader] == sizes_read
 
 
 def test_the_length_of_a_sized_stream_follows_the_size():
@@ -330,10 +303,16 @@ def test_the_length_of_a_stream_shared_by_workers_counts_the_last_batch_of_each(
     assert told == len(batches(loader)) == len(loader)
 
 
-def test_a_stream_without_length_stays_without():
-    loader, _ = resizable(Stream(5), batch_size=2)
-    with pytest.raises(TypeError):
-        len(loader)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DataLoader(Stream(5), batch_size=2), ""),
+        (lambda: DataLoader(range(13), batch_sampler=Buckets(sized=False)), "Buckets has no length"),
+    ],
+)
+def test_loaders_without_length_stay_without(make, message):
+    with pytest.raises(TypeError, match=message):
+        len(ResizableLoader(make()).loader)
 
 
 # Resuming
@@ -432,23 +411,25 @@ def test_a_resumed_pass_reads_no_sample_before_its_position():
     assert batches(another)[0] == [4, 5, 6, 7] and data.read == 16
 
 
-def test_what_was_fetched_but_not_used_is_read_again():
+@pytest.mark.parametrize(
+    ("read", "position", "resume", "expected"),
+    [
+        (1, {}, {}, [4, 5, 6, 7]),
+        (2, {"unread": 1}, {}, [4, 5, 6, 7]),  # what was fetched but not used is read again
+        (2, {"unread": 1}, {"keeps_sizes": False}, [4, 5]),  # in another size, too
+        (5, {"over": True}, {}, [0, 1, 2, 3]),  # after a pass comes the first sample of the next
+    ],
+)
+def test_a_pass_is_resumed_at_the_first_sample_that_was_not_used(read, position, resume, expected):
     loader, sizes = resizable(range(20), batch_size=4)
     iterator = iter(loader)
-    next(iterator), next(iterator)
+    assert len([next(iterator) for _ in range(read)]) == read
+    assert read < 5 or next(iterator, None) is None
     another, resumed = resizable(range(20), batch_size=4)
-    resumed.resume(sizes.position(unread=1))
-    assert batches(another)[0] == [4, 5, 6, 7]
-
-
-def test_what_was_fetched_but_not_used_may_be_read_again_in_another_size():
-    loader, sizes = resizable(range(20), batch_size=4)
-    iterator = iter(loader)
-    next(iterator), next(iterator)
-    another, resumed = resizable(range(20), batch_size=4)
-    resumed.resume(sizes.position(unread=1), keeps_sizes=False)
-    resumed.batch_size = 2
-    assert batches(another)[0] == [4, 5]
+    resumed.resume(sizes.position(**position), **resume)
+    if resume:
+        resumed.batch_size = 2
+    assert batches(another)[0] == expected
 
 
 def test_a_position_of_version_0_2_has_no_accumulated_batches():
@@ -467,14 +448,6 @@ def test_the_length_of_a_resumed_pass_counts_the_batches_before_its_position():
     another, resumed = resizable(range(24), batch_size=4)
     resumed.resume(sizes.position())
     assert resumed.length() == 1 + len(batches(another)) == 4
-
-
-def test_the_position_after_a_pass_is_the_first_sample_of_the_next():
-    loader, sizes = resizable(range(20), batch_size=4)
-    batches(loader)
-    another, resumed = resizable(range(20), batch_size=4)
-    resumed.resume(sizes.position(over=True))
-    assert batches(another)[0] == [0, 1, 2, 3]
 
 
 def test_batches_of_a_run_that_kept_no_position_are_passed_over():
@@ -568,17 +541,16 @@ def test_what_cannot_be_resized_is_refused_with_the_remedy(message):
     assert "GrowingBatchSize(mode='accumulate')" in str(error.value)
 
 
-def test_a_pass_cannot_be_gone_on_with_by_other_generators():
-    loader, sizes = resizable(range(9), batch_size=2, shuffle=True)
+@pytest.mark.parametrize(
+    ("data", "options", "changed", "message"),
+    [
+        (range(9), {"shuffle": True}, {"generator": torch.Generator()}, "states of 0 random gene.* have 1: make the"),
+        (Stream(10), {}, {"num_workers": 2}, "num_workers=0, but the loader has 2"),
+    ],
+)
+def test_a_pass_cannot_be_gone_on_with_by_another_loader(data, options, changed, message):
+    loader, sizes = resizable(data, batch_size=2, **options)
     next(iter(loader))
-    _, other = resizable(range(9), batch_size=2, shuffle=True, generator=torch.Generator())
-    with pytest.raises(MisconfigurationException, match=r"states of 0 random generators .* have 1: make the loader"):
-        other.resume(sizes.position())
-
-
-def test_a_stream_cannot_be_gone_on_with_by_other_workers():
-    loader, sizes = resizable(Stream(10), batch_size=2)
-    next(iter(loader))
-    _, other = resizable(Stream(10), batch_size=2, num_workers=2)
-    with pytest.raises(MisconfigurationException, match="num_workers=0, but the loader has 2"):
+    _, other = resizable(data, batch_size=2, **options, **changed)
+    with pytest.raises(MisconfigurationException, match=message):
         other.resume(sizes.position())

@@ -208,11 +208,6 @@ def test_predictions_of_draws_are_refused_with_the_remedy(dataset):
         trainer.predict(Recorder(), DrawLoader(dataset, IndependentDraws(dataset, 6, 3)))
 
 
-def test_loader_refuses_draws_from_another_data_set(dataset):
-    with pytest.raises(MisconfigurationException, match="The draws are from 5 samples, but the data set has 20"):
-        DrawLoader(dataset, IndependentDraws(TensorDataset(torch.arange(5)), 2, 3))
-
-
 def test_trainer_makes_new_draws_in_each_epoch(dataset, tmp_path):
     assert batches_of_a_fit(dataset, tmp_path) == list(IndependentDraws(dataset, 6, 12))
 

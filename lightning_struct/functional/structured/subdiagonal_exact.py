@@ -48,9 +48,9 @@ def stein_matrix(a: Tensor, b: Tensor, G: Tensor, H: Tensor) -> Tensor:
     if m > n:
         return stein_matrix(b, a, H, G).mT
     # Two sweeps of the recurrence M[k] = S[k] + a[k] (b ∘ roll(M[k - 1], 1)).
-    last = _DownwardSweep.apply(a, b, G @ H.mT, a.new_zeros(n))[-1]
+    last = _Sweep.apply(a, b, G @ H.mT, a.new_zeros(n), True)[-1]
     returned = _cyclic_products(a, m)[0] * _cyclic_products(b, m)[:, None] * H.roll(m, 0)
-    return _DownwardSweep.apply(a, b, G @ (H - returned).mT, last)
+    return _Sweep.apply(a, b, G @ (H - returned).mT, last, True)
 
 
 def _cyclic_products(weights: Tensor, count: int) -> Tensor:
@@ -70,7 +70,7 @@ _HALO = 64
 
 
 def _sweep(a: Tensor, b: Tensor, source: Tensor, seed: Tensor, downwards: bool) -> Tensor:
-    """The recurrence of :class:`_DownwardSweep`, or that of :class:`_UpwardSweep`."""
+    """The recurrence of :class:`_Sweep`."""
     n, halo = source.shape[-1], min(_HALO, source.shape[-1])
     if downwards:
         copies, originals, inner = slice(0, halo), slice(n, n + halo), slice(halo, None)
@@ -109,80 +109,51 @@ def _weight_gradients(a: Tensor, b: Tensor, products: Tensor) -> tuple[Tensor, T
     return (products @ b[..., :, None])[..., 0], (a[..., None, :] @ products)[..., 0, :]
 
 
-def _outer_tangent(a: Tensor, b: Tensor, da: Tensor, db: Tensor) -> Tensor:
-    """The derivative of the outer product of a and b."""
-    return da[..., :, None] * b[..., None, :] + a[..., :, None] * db[..., None, :]
-
-
-def _batched(size: int, in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """The tensors, all with the dimension of vmap in front."""
-    return [
-        tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        for tensor, dim in zip(tensors, in_dims, strict=True)
-    ]
-
-
-class _DownwardSweep(torch.autograd.Function):
+class _Sweep(torch.autograd.Function):
     """M[k] = S[k] + a[k] (b ∘ roll(M[k - 1], 1)) of a source S (..., m, n), from M[-1] = ``seed`` (..., n) on.
 
-    This and :class:`_UpwardSweep` are each other's derivative, so that both can be differentiated as often as wanted.
+    Not ``downwards`` it is N[k] = S[k] + roll(a[k + 1] (b ∘ N[k + 1]), -1), from N[m] = ``seed`` = 0 on. Both are each
+    other's derivative, so that they can be differentiated as often as wanted.
     """
 
     @staticmethod
-    def forward(a: Tensor, b: Tensor, source: Tensor, seed: Tensor) -> Tensor:
-        return _sweep(a, b, source, seed, downwards=True)
+    def forward(a: Tensor, b: Tensor, source: Tensor, seed: Tensor, downwards: bool) -> Tensor:
+        return _sweep(a, b, source, seed, downwards)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        a, b, _, seed = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, _, seed, ctx.downwards = inputs
         ctx.save_for_backward(a, b, seed, output)
         ctx.save_for_forward(a, b, seed, output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         a, b, seed, rows = ctx.saved_tensors
-        source = _UpwardSweep.apply(a, b, gradient)
-        da, db = _weight_gradients(a, b, source * _before(rows, seed))
-        return da, db, source, (a[..., :1] * b * source[..., 0, :]).roll(-1, -1)
+        zeros = torch.zeros_like(gradient[..., 0, :])
+        source = _Sweep.apply(a, b, gradient, zeros, not ctx.downwards)
+        if not ctx.downwards:
+            return *_weight_gradients(a, b, rows * _before(source, zeros)), source, None, None
+        of_seed = (a[..., :1] * b * source[..., 0, :]).roll(-1, -1)
+        return *_weight_gradients(a, b, source * _before(rows, seed)), source, of_seed, None
 
     @staticmethod
-    def jvp(ctx: Any, da: Tensor, db: Tensor, source: Tensor, seed: Tensor) -> Tensor:
+    def jvp(ctx: Any, da: Tensor, db: Tensor, source: Tensor, seed: Tensor, _: None) -> Tensor:
         a, b, start, rows = ctx.saved_tensors
-        return _DownwardSweep.apply(a, b, source + _outer_tangent(a, b, da, db) * _before(rows, start), seed)
+        weights = da[..., :, None] * b[..., None, :] + a[..., :, None] * db[..., None, :]  # the derivative of a bᵀ
+        if ctx.downwards:
+            moved = weights * _before(rows, start)
+        else:
+            moved = F.pad((weights * rows).roll(-1, -1)[..., 1:, :], (0, 0, 0, 1))
+        return _Sweep.apply(a, b, source + moved, seed, ctx.downwards)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[Tensor, int]:
-        return _DownwardSweep.apply(*_batched(info.batch_size, in_dims, inputs)), 0
-
-
-class _UpwardSweep(torch.autograd.Function):
-    """N[k] = S[k] + roll(a[k + 1] (b ∘ N[k + 1]), -1) of a source S (..., m, n), from N[m] = 0 on."""
-
-    @staticmethod
-    def forward(a: Tensor, b: Tensor, source: Tensor) -> Tensor:
-        return _sweep(a, b, source, torch.zeros_like(source[..., 0, :]), downwards=False)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:2], output)
-        ctx.save_for_forward(*inputs[:2], output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        a, b, rows = ctx.saved_tensors
-        seed = torch.zeros_like(gradient[..., 0, :])
-        source = _DownwardSweep.apply(a, b, gradient, seed)
-        return *_weight_gradients(a, b, rows * _before(source, seed)), source
-
-    @staticmethod
-    def jvp(ctx: Any, da: Tensor, db: Tensor, source: Tensor) -> Tensor:
-        a, b, rows = ctx.saved_tensors
-        moved = (_outer_tangent(a, b, da, db) * rows).roll(-1, -1)[..., 1:, :]
-        return _UpwardSweep.apply(a, b, source + torch.nn.functional.pad(moved, (0, 0, 0, 1)))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[Tensor, int]:
-        return _UpwardSweep.apply(*_batched(info.batch_size, in_dims, inputs)), 0
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        *tensors, downwards = inputs
+        batched = [
+            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip(tensors, in_dims[:-1], strict=True)
+        ]
+        return _Sweep.apply(*batched, downwards), 0
 
 
 # Rows of the smallest blocks; how many blocks make the next larger one; how many of the largest there may be.

@@ -114,6 +114,7 @@ class ParameterUse(ABC):
     def __init__(self, sequences: int | None) -> None:
         self._sequences = sequences
 
+    @abstractmethod
     def contributions(self, cotangent: Tensor, samples: Samples) -> dict[str, Contribution]:
         """Each sample's share of the gradients that the use gives its parameters.
 
@@ -124,16 +125,12 @@ class ParameterUse(ABC):
         Raises:
             Uncovered: the number of sequences is none that n may have; there is no dimension of sequences.
         """
-        if self._sequences is None:
-            raise Uncovered("it read one sequence without a batch dimension")
-        return self._shares(cotangent, samples)
-
-    @abstractmethod
-    def _shares(self, cotangent: Tensor, samples: Samples) -> dict[str, Contribution]: ...
 
     def _by_sample(self, tensor: Tensor, samples: Samples) -> Tensor:
         """(n, positions, features) of (L, N, features) or, time first, (L·N, features)."""
-        return by_sample(tensor.reshape(-1, self._sequences or 1, tensor.shape[-1]).transpose(0, 1), samples)
+        if self._sequences is None:
+            raise Uncovered("it read one sequence without a batch dimension")
+        return by_sample(tensor.reshape(-1, self._sequences, tensor.shape[-1]).transpose(0, 1), samples)
 
 
 class Projection(ParameterUse):
@@ -150,7 +147,7 @@ class Projection(ParameterUse):
         self._inputs, self._rows = call.inputs.detach(), rows_used(call, parameters)
         self.parameters = {name: parameters[name] for name in self._rows}
 
-    def _shares(self, cotangent: Tensor, samples: Samples) -> dict[str, Contribution]:
+    def contributions(self, cotangent: Tensor, samples: Samples) -> dict[str, Contribution]:
         inputs, delta = (self._by_sample(tensor, samples) for tensor in (self._inputs, cotangent))
         shares: dict[str, Contribution] = {}
         for name, parameter in self.parameters.items():
@@ -173,7 +170,7 @@ class AddedRow(ParameterUse):
         super().__init__(sequences)
         self.parameters = {name: parameter}
 
-    def _shares(self, cotangent: Tensor, samples: Samples) -> dict[str, Contribution]:
+    def contributions(self, cotangent: Tensor, samples: Samples) -> dict[str, Contribution]:
         (name,) = self.parameters
         return {name: Dense(at_least_float32(self._by_sample(cotangent, samples)).sum(1)[:, None, None])}
 

@@ -20,7 +20,7 @@ from lightning_struct.functional.curvature.kronecker_roots import (
 from lightning_struct.functional.layers.per_sample.contributions import Dense, Lookup, Outer, Uncovered
 from lightning_struct.functional.layers.per_sample.convolution import Convolution
 from lightning_struct.functional.layers.probes import probe_layers
-from tests.cases import CASES, Case, trainable
+from tests.cases import CASES, Case, First, trainable
 from tests.optim.shf.waits import waits_of
 
 
@@ -241,37 +241,21 @@ def test_the_uses_of_a_parameter_add_up_to_its_gradient(case: Case) -> None:
 
 
 def test_a_layer_that_nothing_comes_back_to_has_no_use() -> None:
-    module = nn.ModuleDict({"used": nn.Linear(3, 2), "ignored": nn.Linear(3, 2)}).double()
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = module
-
+    class Net(nn.ModuleDict):
         def forward(self, x: Tensor) -> Tensor:
-            self.parts["ignored"](x)
-            return self.parts["used"](x)
+            self["ignored"](x)
+            return self["used"](x)
 
-    net = Net()
-    ignored = {"weight": module["ignored"].weight}
-    probe = probe_layers(net, (gaussian(4, 3),), list(module.values()), ignored, torch.ones_like)
-    assert {layer for layer, _, _ in probe.uses} == {module["used"]}
+    net = Net({"used": nn.Linear(3, 2), "ignored": nn.Linear(3, 2)}).double()
+    ignored = {"weight": net["ignored"].weight}
+    probe = probe_layers(net, (gaussian(4, 3),), list(net.values()), ignored, torch.ones_like)
+    assert {layer for layer, _, _ in probe.uses} == {net["used"]}
     assert not probe.gradients["weight"].any()
 
 
 def test_dropout_inside_a_layer_has_the_mask_of_the_run() -> None:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.LSTM(4, 3, 2, batch_first=True, dropout=0.5)).double()
-
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = module[0]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)[0]
-
-    net = First()
+    net = First(nn.LSTM(4, 3, 2, batch_first=True, dropout=0.5)).double()
     parameters = dict(net.named_parameters())
     probe = probe_layers(net, (gaussian(5, 6, 4),), [net.inner], parameters, torch.ones_like)
     assert len(probe.uses) == len(trainable(net))

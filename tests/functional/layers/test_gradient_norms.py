@@ -4,6 +4,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,22 +63,45 @@ def test_gradients_are_those_of_an_ordinary_backward_pass() -> None:
     assert all(torch.equal(g, p.grad) for g, p in zip(gradients, module.parameters(), strict=True))
 
 
-def test_a_forward_without_gradients_inside_the_context_is_not_counted() -> None:
-    module, inputs = network(), gaussian(5, 3, seed=1)
-    with per_sample_gradient_norms(module) as norms:
-        loss = loss_of(module(inputs))
-        with torch.no_grad():
-            module(gaussian(9, 3, seed=2))
-        loss.backward()
-    torch.testing.assert_close(norms.squared_norms, measured(module, inputs), rtol=0, atol=0)
+def beside_a_pass_without_gradients(module: nn.Module, inputs: Tensor) -> None:
+    loss = loss_of(module(inputs))
+    with torch.no_grad():
+        module(gaussian(9, 3, seed=2))
+    loss.backward()
 
 
-def test_gradients_may_be_changed_before_the_norms_are_read() -> None:
+def clipped_before_the_norms_are_read(module: nn.Module, inputs: Tensor) -> None:
+    loss_of(module(inputs)).backward()
+    nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+
+
+def in_two_backward_passes(module: nn.Module, inputs: Tensor) -> None:
+    for part in (inputs[:3], inputs[3:]):
+        loss_of(module(part)).backward()
+
+
+def beside_gradients_in_the_inputs(module: nn.Module, inputs: Tensor) -> None:
+    inputs = inputs.clone().requires_grad_()
+    loss = loss_of(module(inputs))
+    torch.autograd.grad(loss, inputs, retain_graph=True)
+    loss.backward()
+
+
+def checkpointed(module: nn.Module, inputs: Tensor, reentrant: bool = False) -> None:
+    hidden = checkpoint(module[:2], inputs.clone().requires_grad_(), use_reentrant=reentrant)
+    loss_of(module[2](hidden)).backward()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [beside_a_pass_without_gradients, clipped_before_the_norms_are_read, in_two_backward_passes,
+     beside_gradients_in_the_inputs, checkpointed, partial(checkpointed, reentrant=True)],
+)  # fmt: skip
+def test_each_sample_is_measured_once(run: Callable[[nn.Module, Tensor], None]) -> None:
     module, inputs = network(), gaussian(5, 3, seed=1)
-    with per_sample_gradient_norms(module) as norms:
-        loss_of(module(inputs)).backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
     expected = per_sample_gradients(module, inputs).square().sum(1)
+    with per_sample_gradient_norms(module) as norms:
+        run(module, inputs)
     torch.testing.assert_close(norms.squared_norms, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -100,15 +124,6 @@ def test_reading_before_a_backward_pass_is_an_error() -> None:
         module(gaussian(5, 3, seed=1))
     with pytest.raises(RuntimeError, match="backward pass"):
         _ = norms.squared_norms
-
-
-def test_the_samples_of_a_second_backward_pass_follow_those_of_the_first() -> None:
-    module, first, second = network(), gaussian(5, 3, seed=1), gaussian(4, 3, seed=2)
-    with per_sample_gradient_norms(module) as norms:
-        loss_of(module(first)).backward()
-        loss_of(module(second)).backward()
-    expected = per_sample_gradients(module, torch.cat([first, second])).square().sum(1)
-    torch.testing.assert_close(norms.squared_norms, expected, rtol=1e-12, atol=1e-12)
 
 
 # --- the recorder: whole models --------------------------------------------------------------------------------------
@@ -253,16 +268,6 @@ def test_a_spectral_norm_that_goes_on_with_its_iteration_is_measured_as_it_was()
     assert torch.equal(vectors._u, after_the_call)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_layers_are_measured_once(reentrant: bool) -> None:
-    module, inputs = network(), gaussian(5, 3, seed=1)
-    expected = per_sample_gradients(module, inputs).square().sum(1)
-    with per_sample_gradient_norms(module) as norms:
-        hidden = checkpoint(module[:2], inputs.clone().requires_grad_(), use_reentrant=reentrant)
-        loss_of(module[2](hidden)).backward()
-    torch.testing.assert_close(norms.squared_norms, expected, rtol=1e-12, atol=1e-12)
-
-
 def test_sparse_gradients_of_an_embedding_are_measured_and_checked() -> None:
     module = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2)).double()
     tokens = torch.tensor([[0, 1, 1], [2, 1, 0]])
@@ -334,16 +339,6 @@ def test_the_wrapper_of_distributed_training_may_be_called_in_place_of_the_modul
             loss_of(wrapper(inputs)).backward()
     finally:
         torch.distributed.destroy_process_group()
-    torch.testing.assert_close(norms.squared_norms, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_gradients_in_the_inputs_are_not_counted() -> None:
-    module, inputs = network(), gaussian(5, 3, seed=1).requires_grad_()
-    with per_sample_gradient_norms(module) as norms:
-        loss = loss_of(module(inputs))
-        torch.autograd.grad(loss, inputs, retain_graph=True)
-        loss.backward()
-    expected = per_sample_gradients(module, inputs.detach()).square().sum(1)
     torch.testing.assert_close(norms.squared_norms, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -9,67 +9,36 @@ from hypothesis import strategies as st
 
 from lightning_struct.functional.solvers.line_search import LineSearchResult, armijo
 
+NOT_FINITE = (math.nan, math.inf, -math.inf)
 
-def counted(function: Any) -> tuple[Any, list[float]]:
+
+@pytest.mark.parametrize(
+    ("function", "options", "expected", "evaluated"),
+    [
+        (lambda s: 1.0 - s + 0.5 * s * s, {}, (1.0, 0.5, 1), [1.0]),
+        (lambda s: 1.0 - s, {"first_value": 0.0}, (1.0, 0.0, 1), []),
+        (lambda s: 1.0 - s + 3.0 * s * s, {"first_value": 3.0}, (0.25, 0.9375, 3), [0.5, 0.25]),
+        (lambda s: 1.0 - 0.25 * s, {"alpha": 0.25}, (1.0, 0.75, 1), [1.0]),
+        (lambda s: 1.0 - 0.2 * s if s == 1.0 else 1.0 - s, {"alpha": 0.25}, (0.5, 0.5, 2), [1.0, 0.5]),
+        *((lambda s, v=v: v if s > 0.3 else 1.0 - s, {}, (0.25, 0.75, 3), [1.0, 0.5, 0.25]) for v in NOT_FINITE),
+        (lambda s: 1.0 - s, {"first_value": math.nan}, (0.5, 0.5, 2), [0.5]),
+        (lambda s: 2.0, {"shrink": 0.1, "max_backtracks": 2}, (0.0, 1.0, 3), [1.0, 0.1, 0.01]),
+        (lambda s: 2.0, {"max_backtracks": 0}, (0.0, 1.0, 1), [1.0]),
+    ],
+    ids=["a full step", "a known value", "halved", "on the bound", "above the bound", *map(str, NOT_FINITE),
+         "a known value that is not finite", "shrink", "no good step"],
+)  # fmt: skip
+def test_the_first_step_whose_value_is_low_enough_is_taken(
+    function: Any, options: dict[str, Any], expected: tuple[float, float, int], evaluated: list[float]
+) -> None:
     steps: list[float] = []
 
-    def wrapper(step: float) -> float:
+    def counted(step: float) -> float:
         steps.append(step)
         return function(step)
 
-    return wrapper, steps
-
-
-def test_the_full_step_is_taken_where_it_is_good_enough() -> None:
-    function, steps = counted(lambda s: 1.0 - s + 0.5 * s * s)
-    assert armijo(function, 1.0, -1.0) == LineSearchResult(step_length=1.0, value=0.5, evaluations=1)
-    assert steps == [1.0]
-
-
-def test_a_known_value_of_the_full_step_is_not_computed_again() -> None:
-    function, steps = counted(lambda s: 1.0 - s)
-    assert armijo(function, 1.0, -1.0, first_value=0.0).step_length == 1.0
-    assert steps == []
-
-
-def test_steps_are_halved_until_the_value_is_low_enough() -> None:
-    function, steps = counted(lambda s: 1.0 - s + 3.0 * s * s)
-    result = armijo(function, 1.0, -1.0, first_value=3.0)
-    assert steps == [0.5, 0.25]
-    assert result == LineSearchResult(step_length=0.25, value=0.9375, evaluations=3)
-
-
-def test_a_value_on_the_bound_is_good_enough() -> None:
-    assert armijo(lambda s: 1.0 - 0.25 * s, 1.0, -1.0, alpha=0.25).step_length == 1.0
-
-
-def test_a_value_above_the_bound_is_not_good_enough_though_it_is_lower_than_before() -> None:
-    result = armijo(lambda s: 1.0 - 0.2 * s if s == 1.0 else 1.0 - s, 1.0, -1.0, alpha=0.25)
-    assert result.step_length == 0.5
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_is_not_good_enough(bad: float) -> None:
-    result = armijo(lambda s: bad if s > 0.3 else 1.0 - s, 1.0, -1.0)
-    assert (result.step_length, result.evaluations) == (0.25, 3)
-
-
-def test_a_known_value_that_is_not_finite_is_not_good_enough() -> None:
-    assert armijo(lambda s: 1.0 - s, 1.0, -1.0, first_value=math.nan).step_length == 0.5
-
-
-def test_shrink_is_the_factor_between_steps() -> None:
-    function, steps = counted(lambda s: 2.0)
-    armijo(function, 1.0, -1.0, shrink=0.1, max_backtracks=2)
-    assert steps == pytest.approx([1.0, 0.1, 0.01])
-
-
-@pytest.mark.parametrize("backtracks", [0, 5])
-def test_without_a_good_step_the_result_is_zero_and_the_old_value(backtracks: int) -> None:
-    function, steps = counted(lambda s: 2.0)
-    result = armijo(function, 1.0, -1.0, max_backtracks=backtracks)
-    assert result == LineSearchResult(step_length=0.0, value=1.0, evaluations=backtracks + 1)
-    assert len(steps) == backtracks + 1
+    assert armijo(counted, 1.0, -1.0, **options) == LineSearchResult(*expected)
+    assert steps == pytest.approx(evaluated)
 
 
 @pytest.mark.parametrize("slope", [0.0, 1.0, math.nan])

@@ -11,6 +11,7 @@ from lightning_struct.functional.layers.calls import LayerCall
 from lightning_struct.functional.layers.per_sample.contributions import Contribution, Uncovered
 from lightning_struct.functional.layers.per_sample.recurrent import recurrent_contributions
 from lightning_struct.functional.randomness import random_state, restored_random_state
+from tests.cases import gaussian
 
 IN, HIDDEN, STEPS, SAMPLES = 3, 4, 5, 4
 KINDS = {
@@ -20,10 +21,6 @@ KINDS = {
     "lstm-projected": lambda **options: nn.LSTM(IN, HIDDEN, proj_size=2, **options),
     "gru": lambda **options: nn.GRU(IN, HIDDEN, **options),
 }
-
-
-def gaussian(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def make(kind: str, **options: Any) -> nn.RNNBase:
@@ -65,9 +62,7 @@ def assert_shares(layer: nn.RNNBase, contributions: dict[str, Contribution], los
     for (name, parameter), expected in zip(layer.named_parameters(), zip(*gradients, strict=True), strict=True):
         shares = contributions[name].per_sample(slice(None))
         assert shares.shape == (len(losses), *parameter.shape)
-        torch.testing.assert_close(
-            shares, torch.stack(expected), rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(shares, torch.stack(expected), rtol=1e-10, atol=1e-10, msg=name)
 
 
 def alone(layer: nn.RNNBase, inputs: Tensor, state: Any, sample: int) -> tuple[Any, ...]:
@@ -150,16 +145,13 @@ def test_dropout_between_layers_is_repeated(
         torch.testing.assert_close(contributions[name].total(), parameter.grad)
 
 
-def test_another_mask_of_dropout_is_noticed() -> None:
+def test_another_mask_of_dropout_is_noticed_and_none_is_drawn_in_evaluation() -> None:
     layer, inputs = make("lstm", num_layers=2, dropout=0.5), gaussian(STEPS, SAMPLES, IN)
     outputs = layer(inputs)
     cotangents = torch.autograd.grad(loss_of(outputs, [0]), flat(outputs), allow_unused=True)
     with pytest.raises(Uncovered, match="dropout cannot be repeated"):
         recurrent_contributions(LayerCall(layer, (inputs,), {}, outputs, cotangents, None))
-
-
-def test_dropout_in_evaluation_draws_nothing() -> None:
-    layer, inputs = make("lstm", num_layers=2, dropout=0.5).eval(), gaussian(STEPS, SAMPLES, IN)
+    layer.eval()
     losses = [loss_of(layer(*alone(layer, inputs, None, sample)), [0]) for sample in range(SAMPLES)]
     assert_shares(layer, measured(layer, inputs, which=[0]), losses)
 
@@ -174,15 +166,11 @@ def test_arguments_may_be_given_by_name() -> None:
     assert_shares(layer, contributions, losses)
 
 
-def test_several_sequences_may_be_one_sample() -> None:
+def test_several_sequences_may_be_one_sample_and_the_cotangents_are_left_as_they_are() -> None:
     layer, inputs = make("lstm"), gaussian(STEPS, SAMPLES, IN)
     losses = [loss_of(layer(inputs[:, pair]), [0]) for pair in (slice(0, 2), slice(2, 4))]
     assert_shares(layer, measured(layer, inputs, which=[0], samples=2), losses)
-
-
-def test_the_cotangents_are_left_as_they_are() -> None:
-    layer, inputs = make("rnn-tanh"), gaussian(STEPS, SAMPLES, IN)
-    cotangents = [gaussian(STEPS, SAMPLES, HIDDEN), None]
+    cotangents = [gaussian(STEPS, SAMPLES, HIDDEN), None, None]
     recurrent_contributions(LayerCall(layer, (inputs,), {}, layer(inputs), cotangents, None))
     assert torch.equal(cotangents[0], gaussian(STEPS, SAMPLES, HIDDEN))
 

@@ -60,25 +60,23 @@ def test_every_anchor_that_a_page_links_to_is_a_heading(page: Path) -> None:
 
 
 def test_readme_can_be_read_in_one_sitting() -> None:
-    assert len(README.read_text().splitlines()) <= 250
+    assert len(README.read_text().split()) <= 900
 
 
 def test_readme_has_no_picture_that_an_index_would_not_show() -> None:
     assert re.findall(r"!\[[^]]*\]\((?!https:)[^)]*\)", README.read_text()) == []
 
 
-README_SECTIONS = [
-    section for section in README.read_text().split("\n## ") if re.search(r"^\*\*", section, re.MULTILINE)
-]
-
-
-@pytest.mark.parametrize("section", README_SECTIONS, ids=lambda section: section.splitlines()[0])
-def test_figures_of_a_section_of_the_readme_are_those_of_the_results_it_links_to(section: str) -> None:
-    pages = set(re.findall(r"\((docs/results/\w+\.md)", section))
-    results = "\n".join((ROOT / page).read_text() for page in pages)
-    claims = re.findall(r"^\*\*.*?(?=\n\n|\Z)", section, flags=re.DOTALL | re.MULTILINE)
-    figures = {figure for claim in claims for figure in re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?", claim)}
-    assert figures
+def test_figures_of_the_readme_are_those_of_the_results_that_it_names() -> None:
+    text = README.read_text()
+    results = "\n".join((ROOT / page).read_text() for page in set(re.findall(r"docs/results/\w+\.md", text)))
+    first_table, sentences = (
+        text.partition("## Install")[0],
+        re.findall(r"On (?:CIFAR|noisy digits).*?docs/", text, re.DOTALL),
+    )
+    claims = re.findall(r"^\|.*", first_table, re.MULTILINE)[2:] + sentences
+    figures = {figure for claim in claims for figure in re.findall(r"\d[\d,]*\.\d+(?:e-\d+)?|\d+,\d{3}", claim)}
+    assert len(figures) > 12
     assert sorted(figure for figure in figures if not re.search(rf"(?<![\d.,]){figure}(?![\d]|[.,]\d)", results)) == []
 
 

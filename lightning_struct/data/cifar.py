@@ -149,34 +149,20 @@ def read_official(data_dir: str, train: bool, download: bool) -> LabelledImages:
     """
     require_torchvision("CIFAR-10")
     from torchvision.datasets import CIFAR10
+    from torchvision.datasets.utils import check_integrity
 
     directory = Path(data_dir) / OFFICIAL_DIRECTORY
     try:
         part = CIFAR10(data_dir, train=train, download=download)
     except RuntimeError:
-        if not download:
-            check_official(directory)  # names the file
+        for name, md5 in [*CIFAR10.train_list, *CIFAR10.test_list, [CIFAR10.meta["filename"], CIFAR10.meta["md5"]]]:
+            path = directory / name
+            if not download and path.is_file() and not check_integrity(str(path), md5):
+                raise DamagedFileError(path, f"is not the official file, whose MD5 checksum is {md5}") from None
         raise
     labels = torch.tensor(part.targets)
     check_values(directory, "label", labels, 0, len(CLASSES) - 1)
     return torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), labels
-
-
-def check_official(directory: Path) -> None:
-    """Check the official files that are there by their checksums.
-
-    Raises:
-        DamagedFileError: names the first file that is not the official one.
-    """
-    require_torchvision("CIFAR-10")
-    from torchvision.datasets import CIFAR10
-    from torchvision.datasets.utils import check_integrity
-
-    checksums = [*CIFAR10.train_list, *CIFAR10.test_list, [CIFAR10.meta["filename"], CIFAR10.meta["md5"]]]
-    for name, md5 in checksums:
-        path = directory / name
-        if path.is_file() and not check_integrity(str(path), md5):
-            raise DamagedFileError(path, f"is not the official file, whose MD5 checksum is {md5}")
 
 
 def read_directory(directory: Path) -> LabelledImages:

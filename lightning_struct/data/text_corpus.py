@@ -21,7 +21,7 @@ from lightning_struct.data.files import (
 )
 from lightning_struct.data.in_memory import EvaluatedDataModule
 from lightning_struct.utilities.checks import check, check_counts, check_positive, is_count
-from lightning_struct.utilities.distributed import data_parallel_rank, data_parallel_size
+from lightning_struct.utilities.distributed import data_parallel_replicas
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 TITLES = {"train": "training", "val": "validation", "test": "test"}
@@ -222,18 +222,15 @@ class TextCorpusDataModule(EvaluatedDataModule):
         return f"{type(self).__name__}: words {', '.join(sizes)}; vocabulary {self.vocabulary_size:,}"
 
     def _loader(self, part: Literal["train", "val", "test"], columns: int) -> ColumnLoader:
-        processes, rank = (
-            (data_parallel_size(self.trainer), data_parallel_rank(self.trainer)) if self.trainer else (1, 0)
-        )
+        replicas = data_parallel_replicas(self.trainer)
+        processes, rank = replicas.get("num_replicas", 1), replicas.get("rank", 0)
         source = "the synthetic text" if self.synthetic else self.text_file or f"the text in {self.data_dir}"
         title = f"The {TITLES[part]} part of {source}"
         return ColumnLoader(getattr(self.corpus, part), columns, self.steps, processes, rank, title)
 
     def _load(self) -> Corpus:
         if self.synthetic:
-            rank_zero_info(
-                "Text: a random one, in which each word has eight that may follow it, stands in for the real one."
-            )
+            rank_zero_info("Text: a random one stands in for the real one; eight words may follow each word.")
             sizes = [self.sizes[part] or WIKITEXT_2_SIZES[part] for part in PARTS]
             words = synthetic_text(sum(sizes), self.synthetic_vocabulary, seed=self.seed)
             return Corpus([f"word{number}" for number in range(self.synthetic_vocabulary)], *words.split(sizes))
@@ -335,10 +332,8 @@ def synthetic_text(count: int, vocabulary_size: int, *, seed: int = 0) -> Tensor
     Returns:
         (count,), int64.
     """
-    followers = torch.randint(
-        vocabulary_size, (vocabulary_size, SUCCESSORS), generator=torch.Generator().manual_seed(0)
-    )
-    generator = torch.Generator().manual_seed(seed)
+    fixed, generator = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+    followers = torch.randint(vocabulary_size, (vocabulary_size, SUCCESSORS), generator=fixed)
     length = math.ceil(count / CHAINS)  # chains side by side, then one after another
     chances = 0.5 ** torch.arange(1.0, SUCCESSORS + 1)
     choices = torch.multinomial(chances, CHAINS * length, replacement=True, generator=generator).view(length, CHAINS)

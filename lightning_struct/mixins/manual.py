@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -29,6 +28,7 @@ class Requirements:
         automatic: remedy for a module that sets ``automatic_optimization``.
         batch: remedy for a batch that is not a pair of tensors.
         optimizers: remedy for other optimizers.
+        clipping: remedy for the Trainer's clipping of gradients; follows "leave it out".
         several_inputs: the inputs of a batch may be a list or tuple of tensors, as torch's collate makes it.
     """
 
@@ -37,6 +37,7 @@ class Requirements:
     automatic: str
     batch: str
     optimizers: str
+    clipping: str
     several_inputs: bool = False
 
     @property
@@ -72,21 +73,11 @@ class Requirements:
         trainer: Any = module.trainer
         if module.automatic_optimization:
             return
-        if trainer.gradient_clip_val:
-            name = self.optimizer.__name__
-            raise MisconfigurationException(
-                f"{self.mixin} does not work with Trainer(gradient_clip_val={trainer.gradient_clip_val!r}): "
-                + (
-                    f"leave it out and clip by {name}(max_grad_norm=...)"
-                    if "max_grad_norm" in signature(self.optimizer).parameters
-                    else f"leave it out, a step of {name} is no gradient that could be clipped"
-                )
-            )
-        if trainer.accumulate_grad_batches != 1:
-            raise MisconfigurationException(
-                f"{self.mixin} does not work with Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): "
-                f"leave it out and make the batches {trainer.accumulate_grad_batches} times as large, each is one step"
-            )
+        clip, batches = trainer.gradient_clip_val, trainer.accumulate_grad_batches
+        if clip or batches != 1:
+            option = f"gradient_clip_val={clip!r}" if clip else f"accumulate_grad_batches={batches}"
+            remedy = self.clipping if clip else f" and make the batches {batches} times as large, each is one step"
+            raise MisconfigurationException(f"{self.mixin} does not work with Trainer({option}): leave it out{remedy}")
 
     def check_trained(self, module: L.LightningModule) -> None:
         """Refuse a fit that had no batch, which Lightning ends without an error.

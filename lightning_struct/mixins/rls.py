@@ -25,12 +25,24 @@ def _with_rls_step(training_step: Callable[..., Any]) -> Callable[..., Any]:
             return training_step(self, *batch_and_index, **kwargs)
         self._asked_for_loss = True
         try:
-            loss = self._rls_loss(training_step(self, *batch_and_index, **kwargs))
+            output = training_step(self, *batch_and_index, **kwargs)
         finally:
             self._asked_for_loss = False
+        loss = output.get("loss", output) if isinstance(output, Mapping) else output
+        if not (loss is None or isinstance(loss, Tensor)):
+            raise MisconfigurationException(
+                f"{type(self).__name__}.training_step returned a {type(loss).__name__} where RLSOptimization needs "
+                "the loss: return it, or a dict that has it under 'loss', or None to skip the batch"
+            )
         batch_idx = self.trainer.fit_loop.batch_idx
         if loss is not None:
-            self._rls_step(loss, batch_idx)
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            try:
+                optimizer.step()
+            except (ValueError, FloatingPointError) as error:
+                raise error_of_batch(error, self, batch_idx) from error
         self._rls_step_schedulers("step", batch_idx + 1)
         if self.trainer.is_last_batch:
             self._rls_step_schedulers("epoch", self.current_epoch + 1)
@@ -84,6 +96,7 @@ class RLSOptimization(ManualOptimization):
         batch="define training_step, or inputs_and_targets(self, batch), which returns (inputs, targets)",
         optimizers="return RLS(self), with an auxiliary optimizer within it where one is needed, or leave "
         "RLSOptimization out",
+        clipping=" and clip by RLS(max_grad_norm=...)",
     )
     _asked_for_loss = False
 
@@ -134,25 +147,6 @@ class RLSOptimization(ManualOptimization):
     def on_fit_end(self) -> None:
         self.rls.remove_hooks()
         super().on_fit_end()
-
-    def _rls_loss(self, output: Any) -> Tensor | None:
-        """The loss in what a training step returned."""
-        loss = output.get("loss", output) if isinstance(output, Mapping) else output
-        if not (loss is None or isinstance(loss, Tensor)):
-            raise MisconfigurationException(
-                f"{type(self).__name__}.training_step returned a {type(loss).__name__} where RLSOptimization needs "
-                "the loss: return it, or a dict that has it under 'loss', or None to skip the batch"
-            )
-        return loss
-
-    def _rls_step(self, loss: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        try:
-            optimizer.step()
-        except (ValueError, FloatingPointError) as error:
-            raise error_of_batch(error, self, batch_idx) from error
 
     def _rls_step_schedulers(self, interval: str, number: int) -> None:
         """Step the schedulers of an interval, when the Trainer does it in automatic optimization."""

@@ -62,6 +62,7 @@ class SHFOptimization(ManualOptimization):
         automatic="leave the attribute alone",
         batch="define inputs_and_targets(self, batch), which returns (inputs, targets)",
         optimizers="return SHF(self, 'mse'), or leave SHFOptimization out",
+        clipping=", a step of SHF is no gradient that could be clipped",
         several_inputs=True,
     )
     _replaced_training_step: str | None = None

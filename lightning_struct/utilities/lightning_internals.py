@@ -15,7 +15,7 @@ from lightning_struct.utilities.random_states import isolated_random_states, ran
 
 
 def names_of_optimizers(trainer: L.Trainer) -> str:
-    """The classes of the optimizers of a fit, for an error; ``"none"`` where ``configure_optimizers`` returns None.
+    """The classes of the optimizers of a fit, for an error; ``"none"`` if ``configure_optimizers`` returns None.
 
     Lightning puts a stand-in in its place then.
     """
@@ -197,11 +197,6 @@ class TrainingLoaders:
     def resumes_within_epoch(self) -> bool:
         """Whether Lightning goes on, from a checkpoint, with batches of the epoch still to come."""
         return self._loop.restarting and self.batches_done > 0 and not self.epoch_done
-
-    @property
-    def cycles(self) -> bool:
-        """See :func:`cycles`."""
-        return cycles(self._trainer)
 
     @property
     def overfits(self) -> bool:

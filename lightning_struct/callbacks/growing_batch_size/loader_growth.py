@@ -21,7 +21,7 @@ from lightning_struct.data.sampling import IndependentDraws
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import known_length
 from lightning_struct.utilities.distributed import data_parallel_size
-from lightning_struct.utilities.lightning_internals import TrainingLoaders, skips_backward
+from lightning_struct.utilities.lightning_internals import TrainingLoaders, cycles, skips_backward
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
@@ -331,7 +331,7 @@ class LoaderGrowth(BatchGrowth):
 
         Negative of one that was so before; where loaders begin again at their end, there is none.
         """
-        return ahead if self._trainer_loaders.cycles else min(ahead, loader.delivered - batches)
+        return ahead if cycles(self._trainer) else min(ahead, loader.delivered - batches)
 
     def _prepare(self, dataloader: Any, index: int) -> Any:
         if index == 0:
@@ -468,7 +468,7 @@ class LoaderGrowth(BatchGrowth):
         if not any(isinstance(loader, GrowingLoader) for loader in self._loaders):
             return
         for loader, length in zip(self._loaders, self._nominal_limits, strict=True):
-            loader.pass_over(int(batches % length if self._trainer_loaders.cycles else min(batches, length)))
+            loader.pass_over(int(batches % length if cycles(self._trainer) else min(batches, length)))
         self._batches_done, self._asked_for = batches, None
         self._accumulated, self._changes = self._first_accumulated, []
         self._resize()

@@ -178,10 +178,6 @@ def _read_attention(call: LayerCall, layer: TrainedLayer, watched: RecordedCalls
     return uses
 
 
-def _watch_attention(layer: nn.MultiheadAttention) -> RecordedCalls:
-    return RecordedCalls()
-
-
 _CONVOLUTION = LayerReader(_read_convolution)
 # By the base of the kind of layer.
 _READERS: dict[type[nn.Module], LayerReader] = {
@@ -190,7 +186,7 @@ _READERS: dict[type[nn.Module], LayerReader] = {
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _CONVOLUTION),
     **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), LayerReader(_read_recurrent, watch)),
     **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), LayerReader(_read_cell)),
-    nn.MultiheadAttention: LayerReader(_read_attention, _watch_attention),
+    nn.MultiheadAttention: LayerReader(_read_attention, lambda layer: RecordedCalls()),
 }
 
 

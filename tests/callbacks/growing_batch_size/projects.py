@@ -1,6 +1,5 @@
 """Projects that were written without a thought of growing batches, and how tests train them."""
 
-import copy
 import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -120,15 +119,8 @@ def cross_entropies(module, batch):
 
 
 def convolutional(normalization):
-    layers = [
-        nn.Conv2d(1, 4, 3, padding=1),
-        normalization,
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(4, 4, 2),
-        nn.Flatten(),
-    ]
-    return nn.Sequential(*layers, nn.Linear(16, 3))
+    stages = nn.Conv2d(1, 4, 3, padding=1), normalization, nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 2)
+    return nn.Sequential(*stages, nn.Flatten(), nn.Linear(16, 3))
 
 
 class LanguageModel(L.LightningModule):
@@ -289,18 +281,6 @@ class Frozen(Regressor):
         super().__init__(nn.Sequential(nn.Linear(3, 5).requires_grad_(False), nn.Tanh(), nn.Linear(5, 2)))
 
 
-class Averaged(Regressor):
-    """Keeps an exponential moving average of its weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.average = copy.deepcopy(self.network).requires_grad_(False)
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        for mean, parameter in zip(self.average.parameters(), self.network.parameters(), strict=True):
-            mean.lerp_(parameter.detach(), 0.1)
-
-
 class SecondOrder(Regressor):
     """LBFGS evaluates the loss several times in a step."""
 
@@ -375,7 +355,6 @@ PROJECTS = {
     "manual optimization": lambda: Project(Manual(), losses=squared_errors),
     "loss.backward()": lambda: Project(PlainBackward(), losses=squared_errors),
     "frozen backbone": lambda: Project(Frozen(), losses=squared_errors),
-    "moving average": lambda: Project(Averaged(), losses=squared_errors),
     "sum of errors": lambda: Project(SumOfErrors(), losses=squared_errors),
     "GAN": lambda: Project(GAN()),
     "GAN without toggling": lambda: Project(GANWithoutToggling()),

@@ -372,24 +372,23 @@ def fit_read(tmp_path, reader, sizes=(), workers=None, **options):
     return fit(tmp_path, data, sizes, module, **options)
 
 
-@pytest.mark.parametrize("sizes", [[], [4, 8, 8, 6]])
 @pytest.mark.parametrize("reader", READERS)
-def test_another_reader_takes_no_sample_from_the_training(tmp_path, reader, sizes):
-    module = fit_read(tmp_path, reader, sizes)
-    assert [sorted(numbers(epoch)) for epoch in module.epochs] == 2 * [list(range(40))]
+def test_another_reader_takes_no_sample_from_the_training_and_delays_no_validation(tmp_path, reader):
+    module, every = fit_read(tmp_path, reader, [4, 8, 8, 6]), list(range(40))
+    assert [sorted(numbers(epoch)) for epoch in module.epochs] == 2 * [every]
+    assert module.validated_after == fit_read(tmp_path, Reader, [4, 8, 8, 6]).validated_after
+    assert len(module.validated_after) == 10 and max(module.sizes) == 8
+    if reader is WholeSet:
+        assert sorted(module.set) == every
+    if reader is Validated:
+        assert [[len(batch) for batch in epoch] for epoch in module.validated] == 10 * [10 * [4]]
+        assert [sorted(numbers(epoch)) for epoch in module.validated] == 10 * [every]
 
 
 @pytest.mark.parametrize("reader", [OneBatch, Validated])
 def test_another_reader_leaves_persistent_workers_to_the_training(tmp_path, reader):
     module = fit_read(tmp_path, reader, [4, 8], WORKERS, max_epochs=1)
     assert sorted(numbers(module.read)) == list(range(40))
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_another_reader_delays_no_validation(tmp_path, reader):
-    module = fit_read(tmp_path, reader, [4, 8, 8, 6])
-    assert module.validated_after == fit_read(tmp_path, Reader, [4, 8, 8, 6]).validated_after
-    assert len(module.validated_after) == 10
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -400,17 +399,6 @@ def test_where_nothing_grows_all_readers_see_the_order_without_the_callback(tmp_
     make_trainer(tmp_path, **options).fit(without, data, data if reader is Validated else loader(4))
     seen = [[m.read, getattr(m, "set", None), getattr(m, "validated", None)] for m in (module, without)]
     assert seen[0] == seen[1]
-
-
-def test_validation_on_the_training_loader_sees_whole_passes_of_the_first_size(tmp_path):
-    module = fit_read(tmp_path, Validated, [4, 8, 8, 6])
-    assert len(module.validated) == 10 and max(module.sizes) == 8
-    for epoch in module.validated:
-        assert [len(batch) for batch in epoch] == [4] * 10 and sorted(numbers(epoch)) == list(range(40))
-
-
-def test_the_whole_training_set_is_read_within_an_epoch(tmp_path):
-    assert sorted(fit_read(tmp_path, WholeSet, [4, 8, 8, 6]).set) == list(range(40))
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -623,20 +611,15 @@ def test_added_in_mid_epoch_it_trains_on_the_samples_that_were_left(tmp_path, ma
     assert left and sorted(numbers(of_resumed)[: len(left)]) == left
 
 
-def test_added_in_mid_epoch_it_goes_on_with_a_loader_that_had_begun_again(tmp_path):
-    whole = train_without(tmp_path, MAKERS["dict"](), max_epochs=1)
+def one_at_its_end():
+    return CombinedLoader({"a": loader(40), "b": loader(16)}, "max_size")
+
+
+@pytest.mark.parametrize("make", [MAKERS["dict"], one_at_its_end])
+def test_added_in_mid_epoch_it_goes_on_with_a_loader_that_had_begun_again_or_is_at_its_end(tmp_path, make):
+    whole = train_without(tmp_path, make(), max_epochs=1)
     with pytest.warns(UserWarning, match="written after 8 batches of an epoch"):
-        resumed = fit(tmp_path, MAKERS["dict"](), ckpt_path=tmp_path / "step=8.ckpt", max_epochs=1)
-    assert resumed.read == whole.read[8:]
-
-
-def test_added_in_mid_epoch_it_leaves_a_loader_that_is_at_its_end_there(tmp_path):
-    def loaders():
-        return CombinedLoader({"a": loader(40), "b": loader(16)}, "max_size")
-
-    whole = train_without(tmp_path, loaders(), max_epochs=1)
-    with pytest.warns(UserWarning, match="written after 8 batches of an epoch"):
-        resumed = fit(tmp_path, loaders(), ckpt_path=tmp_path / "step=8.ckpt", max_epochs=1)
+        resumed = fit(tmp_path, make(), ckpt_path=tmp_path / "step=8.ckpt", max_epochs=1)
     assert resumed.read == whole.read[8:]
 
 

@@ -61,20 +61,6 @@ class Penalised(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def test_a_parameter_that_was_left_out_stays_so(tmp_path):
-    whole, resumed = records_of_whole_and_resumed(
-        tmp_path, lambda: Penalised(batch=1), stopped=4, growing={"estimator": "layers"}
-    )
-    assert len(whole) == 10 and resumed == whole
-
-
-def test_batches_are_not_checked_anew(tmp_path):
-    whole, resumed = records_of_whole_and_resumed(
-        tmp_path, lambda: Penalised(batch=5), stopped=4, growing={"estimator": "layers"}
-    )
-    assert len(whole) == 10 and resumed == whole
-
-
 class Parts(L.LightningModule):
     """Two optimizers; a penalised parameter has most of the gradient of one in batch 1, and of the other in batch 5."""
 
@@ -96,11 +82,6 @@ class Parts(L.LightningModule):
         return [torch.optim.SGD(part.parameters(), lr=1e-4) for part in self.parts]
 
 
-def test_optimizers_that_could_not_be_measured_count_together(tmp_path):
-    whole, resumed = records_of_whole_and_resumed(tmp_path, Parts, stopped=4, growing={"estimator": "layers"})
-    assert len(whole) == 5 and resumed == whole
-
-
 class RawAt(L.LightningModule):
     """Steps its optimizer past Lightning in some batches, of which callbacks are not told."""
 
@@ -120,18 +101,19 @@ class RawAt(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def test_what_was_given_up_is_not_measured_again(tmp_path):
-    whole, resumed = records_of_whole_and_resumed(
-        tmp_path, lambda: RawAt(0), stopped=3, growing={"estimator": "layers"}
-    )
-    assert whole == resumed == []
+RESUMED = {
+    "a parameter that was left out stays so": (lambda: Penalised(batch=1), 4, 10),
+    "batches are not checked anew": (lambda: Penalised(batch=5), 4, 10),
+    "optimizers that could not be measured count together": (Parts, 4, 5),
+    "what was given up is not measured again": (lambda: RawAt(0), 3, 0),
+    "a step past Lightning does not end what has been measured": (lambda: RawAt(4), 4, 9),
+}
 
 
-def test_a_step_past_lightning_does_not_end_what_has_been_measured(tmp_path):
-    whole, resumed = records_of_whole_and_resumed(
-        tmp_path, lambda: RawAt(4), stopped=4, growing={"estimator": "layers"}
-    )
-    assert len(whole) == 9 and resumed == whole
+@pytest.mark.parametrize(("make", "stopped", "records"), RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_goes_by_what_was_found_out(tmp_path, make, stopped, records):
+    whole, resumed = records_of_whole_and_resumed(tmp_path, make, stopped, growing={"estimator": "layers"})
+    assert len(whole) == records and resumed == whole
 
 
 class Graphs(IterableDataset):

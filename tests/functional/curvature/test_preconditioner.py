@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -120,15 +121,17 @@ def test_diagonals_have_a_tensor_for_each_trainable_parameter_in_its_shape() -> 
         assert {name: t.shape for name, t in diagonal.items()} == expected
 
 
-def test_jacobi_scaling_is_that_of_algorithm_3() -> None:
+@pytest.mark.parametrize(
+    ("scaled", "expected"),
+    [
+        (jacobi_scaling, [1.0, 1 / 2, 1 / 4]),  # of Algorithm 3
+        (lambda d: fisher_scaling(d, 2.0).square(), [4.0**-0.75, 5.0**-0.75, 13.0**-0.75]),  # Martens' preconditioner
+    ],
+    ids=["jacobi", "fisher"],
+)
+def test_scalings_are_those_of_the_papers_and_leave_the_diagonal(
+    scaled: Callable[[Tensor], Tensor], expected: list[float]
+) -> None:
     diagonal = torch.tensor([0.0, 1.0, 9.0], dtype=torch.float64)
-    expected = torch.tensor([1.0, 1 / 2, 1 / 4], dtype=torch.float64)
-    torch.testing.assert_close(jacobi_scaling(diagonal), expected, rtol=1e-15, atol=0)
-    assert diagonal.tolist() == [0.0, 1.0, 9.0]  # as it was
-
-
-def test_fisher_scaling_squared_is_martens_preconditioner() -> None:
-    diagonal = torch.tensor([0.0, 1.0, 9.0], dtype=torch.float64)
-    expected = torch.tensor([(d + 4.0) ** -0.75 for d in (0.0, 1.0, 9.0)], dtype=torch.float64)
-    torch.testing.assert_close(fisher_scaling(diagonal, 2.0).square(), expected, rtol=1e-14, atol=0)
-    assert diagonal.tolist() == [0.0, 1.0, 9.0]  # as it was
+    torch.testing.assert_close(scaled(diagonal), torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0)
+    assert diagonal.tolist() == [0.0, 1.0, 9.0]

@@ -272,15 +272,9 @@ def test_a_recognized_type_is_not_kept_alive() -> None:
     assert reference() is None
 
 
-def test_rls_trains_a_recognized_matrix() -> None:
+def test_a_recognized_matrix_is_trained_replaced_and_told_from_its_transpose() -> None:
     assert "0.weight  full  5 x 5" in RLS(nn.Sequential(Transposed(4, 3))).summary()
-
-
-def test_replace_linear_takes_a_recognized_matrix() -> None:
     model = replace_linear(nn.Sequential(Transposed(4, 3)), lambda i, o, bias: LowRank(i, o, rank=1, bias=bias))
     assert model(torch.ones(2, 4)).shape == (2, 3)
-
-
-def test_the_matrix_of_a_square_weight_is_told_from_its_transpose() -> None:
     kind = kind_of(Transposed(4, 4))
     assert kind is not None and list(kind.matrices(None)) == [Matrix("weight", "bias", transposed=True)]

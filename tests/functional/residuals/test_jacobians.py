@@ -170,12 +170,8 @@ def test_rows_are_scaled_in_place() -> None:
     torch.testing.assert_close(jacobian.dense(), scale[:, None] * dense)
 
 
-SIZES = {
-    "wide": torch.Size((256, 256)),
-    "narrow": torch.Size((20, 20)),
-    "least": torch.Size((4, 4)),
-    "bias": torch.Size((256,)),
-}
+SHAPES = {"wide": (256, 256), "narrow": (20, 20), "least": (4, 4), "bias": (256,)}
+SIZES = {name: torch.Size(shape) for name, shape in SHAPES.items()}
 COUNTS = [{"wide": 4, "narrow": 4, "least": 4}, {"wide": 1, "narrow": 1, "least": 1}]
 
 

@@ -43,33 +43,17 @@ KINDS = ["subdiagonal", "tridiagonal", "shift", "diagonal", "dense"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
-def test_an_operator_is_its_matrix(kind, n):
-    operator, matrix = made(kind, n)
-    v = randn(2, 3, n, seed=4)
-    assert operator.size == n
-    torch.testing.assert_close(operator.to_dense(), matrix)
-    torch.testing.assert_close(operator.matvec(v), v @ matrix.T)
-    torch.testing.assert_close(operator.rmatvec(v), v @ matrix)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [1, 2, 3, 7])
-def test_the_transpose_of_an_operator_is_that_of_its_matrix(kind, n):
-    operator, matrix = made(kind, n)
-    v = randn(2, 3, n, seed=4)
-    for transposed in (operator.T, TransposedOperator(operator), operator.T.T.T):
-        assert transposed.size == n
-        torch.testing.assert_close(transposed.to_dense(), matrix.T)
-        torch.testing.assert_close(transposed.matvec(v), v @ matrix)
-        torch.testing.assert_close(transposed.rmatvec(v), v @ matrix.T)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_products_are_differentiable(kind):
-    operator, matrix = made(kind, 5)
-    v, cotangent = randn(2, 5, seed=4).requires_grad_(), randn(2, 5, seed=5)
-    (gradient,) = torch.autograd.grad(operator.matvec(v), v, cotangent)
-    torch.testing.assert_close(gradient, cotangent @ matrix)
+def test_an_operator_and_its_transpose_are_their_matrices_and_differentiable(kind, n):
+    original, matrix = made(kind, n)
+    transposes = [(t, matrix.T) for t in (original.T, TransposedOperator(original), original.T.T.T)]
+    for operator, expected in [(original, matrix), *transposes]:
+        v, cotangent = randn(2, 3, n, seed=4).requires_grad_(), randn(2, 3, n, seed=5)
+        assert operator.size == n
+        torch.testing.assert_close(operator.to_dense(), expected)
+        torch.testing.assert_close(operator.matvec(v), v @ expected.T)
+        torch.testing.assert_close(operator.rmatvec(v), v @ expected)
+        (gradient,) = torch.autograd.grad(operator.matvec(v), v, cotangent)
+        torch.testing.assert_close(gradient, cotangent @ expected)
 
 
 def test_the_transpose_of_a_complex_operator_is_not_conjugated():

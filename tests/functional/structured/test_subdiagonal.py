@@ -86,6 +86,11 @@ def relative_errors(values, references):
     }
 
 
+def errors_of(method, reference, inputs, u, dtype=torch.float64):
+    product = values_and_gradients(lambda *tensors: subdiagonal_matmul(*tensors, method=method), inputs, u, dtype)
+    return relative_errors(product, values_and_gradients(reference, inputs, u))
+
+
 def too_large(errors, tolerance):
     return {case: worst for case, worst in errors.items() if not max(worst.values()) <= tolerance}
 
@@ -99,13 +104,8 @@ def cases(shapes, corners):
     ("method", "dtype"), [*((m, torch.float64) for m in ("auto", "dense", "tree")), ("auto", torch.float32)]
 )
 def test_small_matrices_are_the_definition(method, dtype):
-    errors = {}
-    for case in cases(SMALL, [0.7]) + cases([(20, 20), (5, 7)], CORNERS):
-        inputs, u = parameters(*case)
-        errors[case] = relative_errors(
-            values_and_gradients(lambda *tensors: subdiagonal_matmul(*tensors, method=method), inputs, u, dtype),
-            values_and_gradients(definition, inputs, u),
-        )
+    of = cases(SMALL, [0.7]) + cases([(20, 20), (5, 7)], CORNERS)
+    errors = {case: errors_of(method, definition, *parameters(*case), dtype) for case in of}
     assert too_large(errors, 1e-10 if dtype == torch.float64 else 1e-5) == {}
 
 
@@ -116,14 +116,8 @@ def test_small_matrices_are_the_definition(method, dtype):
 @pytest.mark.parametrize("method", ["auto", "tree"])
 def test_large_matrices_are_those_of_the_rows(method, dtype, tolerance):
     """Against the dense rows, which the small ones check."""
-    errors = {}
-    for case in cases(LARGE, [0.7]):
-        inputs, u = parameters(*case, rank=1)
-        expected = values_and_gradients(by_rows, inputs, u)
-        errors[case] = relative_errors(
-            values_and_gradients(lambda *tensors: subdiagonal_matmul(*tensors, method=method), inputs, u, dtype),
-            expected,
-        )
+    of = cases(LARGE, [0.7])
+    errors = {case: errors_of(method, by_rows, *parameters(*case, rank=1), dtype) for case in of}
     assert too_large(errors, tolerance) == {}
 
 
@@ -135,11 +129,7 @@ def test_the_rows_of_larger_matrices_are_the_definition():
 
 
 def test_a_tree_of_several_levels():
-    inputs, u = parameters("normal", 2100, 40, 0.7, rank=1)
-    errors = relative_errors(
-        values_and_gradients(lambda *tensors: subdiagonal_matmul(*tensors, method="tree"), inputs, u),
-        values_and_gradients(by_rows, inputs, u),
-    )
+    errors = errors_of("tree", by_rows, *parameters("normal", 2100, 40, 0.7, rank=1))
     assert max(errors.values()) < 1e-12
 
 
@@ -171,10 +161,7 @@ def test_a_corner_that_dwarfs_the_subdiagonal_is_noticed():
     """A Z_w with a huge w: the scaled method would lose its digits though the subdiagonal is constant."""
     inputs, u = parameters("ones", 50, 50, 0.7)
     inputs[0], inputs[2] = 1e-6 * inputs[0], 1e-6 * inputs[2]
-    errors = relative_errors(
-        values_and_gradients(subdiagonal_matmul, inputs, u, torch.float32), values_and_gradients(definition, inputs, u)
-    )
-    assert max(errors.values()) < 1e-5
+    assert max(errors_of("auto", definition, inputs, u, torch.float32).values()) < 1e-5
 
 
 @pytest.mark.parametrize("method", SUBDIAGONAL_METHODS)

@@ -126,7 +126,12 @@ class IMDBDataModule(DownloadedDataModule):
 
     def read(self, download: bool) -> dict[str, Reviews]:
         if download:
-            download_archive(self.data_dir)
+            require_torchvision("The download of IMDB")
+            from torchvision.datasets.utils import download_url
+
+            unfinished = f"{ARCHIVE}.part"  # it gets its name when it is complete
+            download_url(URL, self.data_dir, filename=unfinished, md5=MD5)
+            (Path(self.data_dir) / unfinished).rename(Path(self.data_dir) / ARCHIVE)
         return read_reviews(self.data_dir)
 
     def make_synthetic(self) -> Splits:
@@ -196,16 +201,6 @@ def find_files(data_dir: str) -> Path | None:
     directory, archive = Path(data_dir) / DIRECTORY, Path(data_dir) / ARCHIVE
     others = sorted(Path(data_dir).glob(f"{DIRECTORY}*.tar.gz"))
     return next((path for path in (directory, archive, *others) if path.exists()), None)
-
-
-def download_archive(data_dir: str) -> None:
-    """Download the official archive and check it; it gets its name when it is complete."""
-    require_torchvision("The download of IMDB")
-    from torchvision.datasets.utils import download_url
-
-    unfinished = f"{ARCHIVE}.part"
-    download_url(URL, data_dir, filename=unfinished, md5=MD5)
-    (Path(data_dir) / unfinished).rename(Path(data_dir) / ARCHIVE)
 
 
 def read_reviews(data_dir: str) -> dict[str, Reviews]:

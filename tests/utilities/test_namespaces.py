@@ -61,12 +61,7 @@ def network(pl, *mixins):
 
 
 def make_trainer(pl, *callbacks, epochs=3, **options):
-    quiet = {
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "logger": False,
-    }
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
     return pl.Trainer(accelerator="cpu", max_epochs=epochs, callbacks=list(callbacks), **{**quiet, **options})
 
 
@@ -119,15 +114,11 @@ def test_a_project_catches_the_exception_of_its_namespace(pl):
 
 
 @BOTH
-@pytest.mark.parametrize("name", ["FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"])
-def test_sharded_weights_are_refused_in_both(pl, name):
-    strategy = getattr(pl.strategies, name)
-    with pytest.raises(MisconfigurationException, match=f"needs all weights on each process, but {name}"):
-        refuse_sharded_weights(SimpleNamespace(strategy=object.__new__(strategy)), "SHF")
-
-
-@BOTH
-def test_whole_weights_are_not_refused(pl):
+def test_sharded_weights_are_refused_in_both_and_whole_ones_not(pl):
+    for name in ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"):
+        strategy = object.__new__(getattr(pl.strategies, name))
+        with pytest.raises(MisconfigurationException, match=f"needs all weights on each process, but {name}"):
+            refuse_sharded_weights(SimpleNamespace(strategy=strategy), "SHF")
     for strategy in (pl.strategies.DDPStrategy(), pl.strategies.SingleDeviceStrategy()):
         refuse_sharded_weights(SimpleNamespace(strategy=strategy), "SHF")
 

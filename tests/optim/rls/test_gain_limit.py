@@ -392,6 +392,17 @@ def test_a_weight_that_steps_alone_may_change_by_more():
     assert large_steps(module)[0] > 1
 
 
+def test_of_a_bias_that_is_part_of_a_parameter_only_the_part_counts_in_the_bound():
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(4, 2, kdim=3, vdim=5, batch_first=True).double()
+    module.in_proj_bias.data[8:] = 100.0  # that of the values
+    inputs = [torch.randn(2, 3, size, dtype=torch.float64) for size in (4, 3, 5)]
+    theta = module.q_proj_weight.detach().norm()  # its part of the bias is zero
+    steps = first_step(module, lambda changed: 1e6 * changed(*inputs)[0].square().sum())
+    change = torch.cat([steps["q_proj_weight"].flatten(), steps["in_proj_bias"][:4]]).norm()
+    assert change.item() == pytest.approx(0.05 * theta.item())
+
+
 @pytest.mark.parametrize("eta", [0.25, 4.0])
 def test_a_smaller_scale_is_a_part_of_the_bounded_step_and_a_larger_one_does_not_exceed_it(eta):
     module, batch = nn.Linear(20, 3).double(), torch.randn(9, 20, dtype=torch.float64)

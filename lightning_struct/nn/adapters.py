@@ -92,9 +92,7 @@ def add_adapters(
     """
     check_makes_layers(factory)
     if is_from_linear(factory):
-        raise ValueError(
-            "an adapter starts at zero, and is near to no weight: give the class instead of its from_linear"
-        )
+        raise ValueError("an adapter starts at zero, near to no weight: give the class instead of its from_linear")
     check_options(scale, learned_diagonals, dropout)
     selection = Selection(model, include, exclude)
     trained = _parameters_named(model, train)
@@ -268,12 +266,11 @@ def adapter_parameter_groups(model: nn.Module, lr: float, operator_factor: float
     _require_adapters(model)
     with_operators = [u.adapter for u in _updates(model) if isinstance(u.adapter, LearnedOperatorLinear)]
     operators = {p for layer in with_operators for name, p in layer.named_parameters() if name not in ("G", "H")}
-    others: list[nn.Parameter] = []
-    of_operators: list[nn.Parameter] = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            (of_operators if parameter in operators else others).append(parameter)
-    groups = {"params": others, "lr": lr}, {"params": of_operators, "lr": lr * operator_factor}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if (p in operators) == is_of_operators], "lr": rate}
+        for is_of_operators, rate in ((False, lr), (True, lr * operator_factor))
+    ]
     return [group for group in groups if group["params"]]
 
 
@@ -322,10 +319,8 @@ def _parameters_named(model: nn.Module, selectors: Trained | Iterable[Trained]) 
         elif isinstance(selector, type) and issubclass(selector, nn.Module):
             found = [p for module in model.modules() if isinstance(module, selector) for p in module.parameters()]
         else:
-            raise TypeError(
-                "train takes names of modules and parameters, patterns, modules and their classes, but has "
-                f"{selector!r}"
-            )
+            kinds = "names of modules and parameters, patterns, modules and their classes"
+            raise TypeError(f"train takes {kinds}, but has {selector!r}")
         if not found:
             raise ValueError(f"train names {selector!r}, which has no parameters in {type(model).__name__}")
         selected += found
@@ -401,10 +396,8 @@ def _adapted(
             continue
         module, attribute, _ = _weight_of(layer, name)
         if parametrize.is_parametrized(module) and not _has_updated_weights(module):
-            raise ValueError(
-                f"{name}, which has {part}, or a weight beside it is parametrized: undo that first "
-                "(torch.nn.utils.parametrize.remove_parametrizations)"
-            )
+            undo = "undo that first (torch.nn.utils.parametrize.remove_parametrizations)"
+            raise ValueError(f"{name}, which has {part}, or a weight beside it is parametrized: {undo}")
         weight = getattr(module, attribute)
         update = StructuredUpdate(adapter(weight, weight.shape[1], layer.embed_dim), **options)
         updates.setdefault(name, {})[row] = update
@@ -452,8 +445,7 @@ def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
     if weight is None or not weight.is_floating_point() or weight.numel() != layer.in_features * layer.out_features:
         raise ValueError(
             f"the weight of {f'{name}.base' if name else 'the base'} cannot be added to: it is parametrized, pruned or "
-            "quantised. Undo that first, at this layer (torch.nn.utils.parametrize.remove_parametrizations), or leave "
-            "the adapter in"
+            "quantised. Undo that first (torch.nn.utils.parametrize.remove_parametrizations), or leave the adapter in"
         )
 
 

@@ -12,6 +12,7 @@ rows below it. Two things help.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -254,21 +255,18 @@ class _Side:
     """One operator and its generators in balanced coordinates: A = D A' D⁻¹ and G = D G'."""
 
     def __init__(self, operator: DisplacementOperator, generators: Tensor) -> None:
-        assert isinstance(operator, SubdiagonalOperator | TridiagonalOperator)
-        subdiagonal = operator.subdiagonal.detach()
+        self._kind: Any = type(operator)
+        subdiagonal, *others, corners = _entries(operator)
         # The geometric mean c of the absolute entries, (); and the entries d of D with A = c D Z D⁻¹, (n,).
         self._constant = subdiagonal.abs().log().mean().exp() if len(subdiagonal) else subdiagonal.new_ones(())
         self._start = path = F.pad((subdiagonal / self._constant).cumprod(0), (1, 0), value=1.0)
         self._moved = torch.ones_like(path)
-        first_by_last = path[0] / path[-1]
         self.generators = generators.detach() / path[:, None]
-        self._others: list[Tensor]
-        if isinstance(operator, SubdiagonalOperator):
-            self._corners = operator.corner.detach() / first_by_last
-            self._others = []
-        else:
-            self._corners = operator.corners.detach() / torch.stack([first_by_last, 1 / first_by_last])
-            self._others = [operator.diagonal.detach().clone(), operator.superdiagonal.detach() * path[1:] / path[:-1]]
+        self._corners = corners / _corners_of_scale(path, corners)
+        self._others: list[Tensor] = []
+        if others:
+            diagonal, superdiagonal = others
+            self._others = [diagonal.clone(), superdiagonal * path[1:] / path[:-1]]
         for variable in self.variables(corners=True):
             variable.requires_grad_(True)
 
@@ -280,26 +278,32 @@ class _Side:
     def variables(self, corners: bool) -> list[Tensor]:
         return [self._moved, self.generators, *self._others, *([self._corners] if corners else [])]
 
-    def operator(self) -> SubdiagonalOperator | TridiagonalOperator:
+    def operator(self) -> DisplacementOperator:
         """A'."""
-        subdiagonal = self._constant.expand(len(self._start) - 1)
-        if not self._others:
-            return SubdiagonalOperator(subdiagonal, self._corners)
-        return TridiagonalOperator(subdiagonal, self._others[0], self._others[1], self._corners)
+        return self._kind(self._constant.expand(len(self._start) - 1), *self._others, self._corners)
 
     def write(self, operator: DisplacementOperator, generators: Tensor) -> None:
         """Set the entries of A and G, in place."""
         d = self.scale
-        first_by_last = d[0] / d[-1]
-        assert isinstance(operator, SubdiagonalOperator | TridiagonalOperator)
-        operator.subdiagonal.copy_(self._constant * d[1:] / d[:-1])
-        if isinstance(operator, SubdiagonalOperator):
-            operator.corner.copy_(self._corners * first_by_last)
-        else:
-            operator.corners.copy_(self._corners * torch.stack([first_by_last, 1 / first_by_last]))
-            operator.diagonal.copy_(self._others[0])
-            operator.superdiagonal.copy_(self._others[1] * d[:-1] / d[1:])
+        subdiagonal, *others, corners = _entries(operator)
+        subdiagonal.copy_(self._constant * d[1:] / d[:-1])
+        corners.copy_(self._corners * _corners_of_scale(d, corners))
+        if others:
+            diagonal, superdiagonal = others
+            diagonal.copy_(self._others[0])
+            superdiagonal.copy_(self._others[1] * d[:-1] / d[1:])
         generators.copy_(d[:, None] * self.generators)
+
+
+def _entries(operator: Any) -> list[Tensor]:
+    """The fields of an operator, detached: subdiagonal, (diagonal, superdiagonal,) and corners."""
+    return [getattr(operator, field.name).detach() for field in dataclasses.fields(operator)]
+
+
+def _corners_of_scale(d: Tensor, corners: Tensor) -> Tensor:
+    """The factors by which D A' D⁻¹ has other corners than A', one or two."""
+    first_by_last = d[0] / d[-1]
+    return torch.stack([first_by_last, 1 / first_by_last]) if corners.ndim else first_by_last
 
 
 def log_range(subdiagonal: Tensor) -> Tensor:

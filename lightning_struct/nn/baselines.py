@@ -179,8 +179,7 @@ class PrunedLinear(StructuredLinear):
         entries = in_features * out_features
         if positive_size("parameters", parameters) > entries:
             raise ValueError(
-                f"parameters must be at most in_features * out_features = {entries}, but is {parameters}: take "
-                "nn.Linear"
+                f"parameters must be at most in_features * out_features = {entries}, but is {parameters}: use nn.Linear"
             )
         self.values = nn.Parameter(torch.empty(parameters, device=device, dtype=dtype))
         self.register_buffer("places", torch.empty(parameters, device=device, dtype=torch.int64))

@@ -17,7 +17,32 @@ from lightning_struct.nn.torch_modules import is_traced, whole_call
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-class ChannelLinear(nn.Module):
+class _FilterLinear(nn.Module):
+    """A linear layer in place of a convolution: a row of its matrix is a filter."""
+
+    def __init__(self, linear: nn.Module, kernel_size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+        super().__init__()
+        self.linear = linear
+        self.kernel_size = kernel_size
+        self.stride = stride
+
+    @property
+    def weight(self) -> Tensor:
+        """The filters, (out_channels, in_channels, *kernel_size), for code that reads the weight of a convolution."""
+        rows: Any = self.linear.weight
+        return self._filters(rows)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the linear layer, for code that reads the bias of a convolution."""
+        return self.linear.bias  # type: ignore[return-value]
+
+    def _filters(self, rows: Tensor) -> Tensor:
+        """(filters, in_channels, *kernel_size) of the rows of a matrix."""
+        return rows.reshape(len(rows), -1, *self.kernel_size)
+
+
+class ChannelLinear(_FilterLinear):
     """A linear layer from the channels of each pixel to new ones: it stands where a 1 x 1 convolution stood.
 
     :func:`~lightning_struct.nn.replace_linear` makes it.
@@ -35,20 +60,7 @@ class ChannelLinear(nn.Module):
     """
 
     def __init__(self, linear: nn.Module, stride: tuple[int, ...]) -> None:
-        super().__init__()
-        self.linear = linear
-        self.stride = stride
-
-    @property
-    def weight(self) -> Tensor:
-        """The filters, (out_channels, in_channels, 1, ...), for code that reads the weight of a convolution."""
-        filters: Any = self.linear.weight
-        return filters.reshape(*filters.shape, *[1] * len(self.stride))
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias of the linear layer, for code that reads the bias of a convolution."""
-        return self.linear.bias  # type: ignore[return-value]
+        super().__init__(linear, (1,) * len(stride), stride)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., out_channels, height, width) for (..., in_channels, height, width); a dimension for each stride."""
@@ -66,7 +78,7 @@ def of_channels(linear: Callable[[Tensor], Tensor], x: Tensor, stride: tuple[int
     return linear(x.movedim(channels, -1)).movedim(-1, channels)
 
 
-class PatchLinear(nn.Module):
+class PatchLinear(_FilterLinear):
     """A linear layer from patches of images to new channels, in place of a convolution with a larger kernel.
 
     :func:`~lightning_struct.nn.compress` makes it. A matrix of low rank G Hᵀ is two convolutions, with r filters and
@@ -91,23 +103,9 @@ class PatchLinear(nn.Module):
         padding: tuple[int, ...] | str,
         dilation: tuple[int, ...],
     ) -> None:
-        super().__init__()
-        self.linear = linear
-        self.kernel_size = kernel_size
-        self.stride = stride
+        super().__init__(linear, kernel_size, stride)
         self.padding = padding
         self.dilation = dilation
-
-    @property
-    def weight(self) -> Tensor:
-        """The filters, (out_channels, in_channels, *kernel_size), for code that reads the weight of a convolution."""
-        rows: Any = self.linear.weight
-        return self._filters(rows)
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias of the linear layer, for code that reads the bias of a convolution."""
-        return self.linear.bias  # type: ignore[return-value]
 
     def forward(self, input: Tensor) -> Tensor:
         """(n, out_channels, height, width) for (n, in_channels, height, width), or with the kernel's dimensions."""
@@ -126,10 +124,6 @@ class PatchLinear(nn.Module):
         G, H = factors
         between = convolve(input, self._filters(H.T), None, self.stride, self.padding, self.dilation)
         return convolve(between, G.view(*G.shape, *[1] * len(self.kernel_size)), self.bias)
-
-    def _filters(self, rows: Tensor) -> Tensor:
-        """(filters, in_channels, *kernel_size) of the rows of a matrix."""
-        return rows.reshape(len(rows), -1, *self.kernel_size)
 
     def extra_repr(self) -> str:
         names = ("kernel_size", "stride", "padding", "dilation")
@@ -188,14 +182,14 @@ def why_not_pointwise(convolution: Any) -> str | None:
     """The reason why a convolution is no map of each pixel's channels, and what takes it; None if it is one."""
     if type(convolution) not in CONVOLUTIONS:
         return f"{type(convolution).__name__} is a class of its own, which may compute something else"
+    reason = why_not_patches(convolution)
     if set(convolution.kernel_size) != {1}:
-        takes = "replace_conv and compress take" if why_not_patches(convolution) is None else "replace_conv takes"
+        takes = "replace_conv and compress take" if reason is None else "replace_conv takes"
         return f"its kernel is larger than one pixel: {takes} it"
     if convolution.groups != 1:
-        return why_not_patches(convolution)
+        return reason
     if not any(map(any, padding(convolution))):
         return None
-    reason = why_not_patches(convolution)
     what = f"it has padding {convolution.padding}"
     return f"{what}: compress takes it" if reason is None else f"{what}, and {reason}"
 

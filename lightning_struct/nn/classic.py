@@ -82,10 +82,8 @@ class GeneratorLinear(StructuredLinear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.rank, largest_rank = positive_size("rank", rank), min(self.in_features, self.out_features)
         if self.rank > largest_rank:
-            raise ValueError(
-                f"rank must be at most min(in_features, out_features) = {largest_rank}, but is {rank}: give a smaller "
-                "one, or take nn.Linear"
-            )
+            limit = f"min(in_features, out_features) = {largest_rank}"
+            raise ValueError(f"rank must be at most {limit}, but is {rank}: give a smaller one, or take nn.Linear")
         if pad is not None and pad not in get_args(Pad):
             raise ValueError(f"pad must be 'square' or None, but is {pad!r}")
         require_one_of("init", init, get_args(Init))

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_struct.functional.checks import is_real
-from lightning_struct.functional.layers.registry import hidden_layers
 from lightning_struct.functional.torch_tools import in_eval_mode
 from lightning_struct.nn.approximation import progress_bar
 from lightning_struct.nn.candidates import (
@@ -25,7 +24,7 @@ from lightning_struct.nn.candidates import (
     observed_outputs,
     smallest_within,
 )
-from lightning_struct.nn.channels import as_matrix, in_place_of, why_not_linear
+from lightning_struct.nn.channels import as_matrix, in_place_of
 from lightning_struct.nn.monarch import Monarch
 from lightning_struct.nn.replace import (
     LayerFactory,
@@ -33,11 +32,11 @@ from lightning_struct.nn.replace import (
     log_left,
     put_in_place,
     replacement,
+    selected_layers,
     set_modules,
 )
 from lightning_struct.nn.report import note_left, reasons_as_text, reasons_for_left
 from lightning_struct.nn.selection import Model, Selection, Selector
-from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.torch_modules import take_hooks
 
 _log = logging.getLogger(__name__)
@@ -125,14 +124,13 @@ def compress(
     parameters = _count(model)
     selection = Selection(model, include, exclude)
     with called_attention(model, lambda name, _: bool(name)) as (_, stands_for):
-        places = _places(model, stands_for, selection)
+        names = selected_layers(model, selection, stands_for, "compress", lambda layer: as_matrix(layer) is not None)
+        places = _places(model, names)
         measured = functools.partial(_mean_loss, batches=batches, loss=loss or _output_change(model, batches))
         with observed_outputs([model.get_submodule(n[0]) for n in places] if candidates is None else []) as moments:
             start = measured(model)
         if start == float("inf"):
-            raise ValueError(
-                "the loss of the model on data is not finite: compress needs a trained model, and finite data"
-            )
+            raise ValueError("the loss of the model on data is not finite: give a trained model, and finite data")
         options = _measured_options(model, places, candidates, moments, measured, start)
 
         def chosen_layers(choice: Sequence[int]) -> list[tuple[str, nn.Module]]:
@@ -157,20 +155,17 @@ def compress(
                     "budget, or further candidates="
                 )
             choice = least_increase(options, allowed - others)
-        for names, index in zip(places, choice, strict=True):
+        for (name, *_), index in zip(places, choice, strict=True):
             if index == 0:
-                _note_left(model.get_submodule(names[0]), stands_for, "compress chose no replacement")
+                layer = model.get_submodule(name)
+                for left in (layer, *stands_for.get(layer, ())[1:]):  # attention is put back without replacements
+                    note_left(left, "compress chose no replacement")
         compressed = put_in_place(model, chosen_layers(choice))
+    foreseen = start + sum(of[index].loss_increase for of, index in zip(options, choice, strict=True))
     _log.info(
-        "compressed from %s to %s parameters, %d of %d layers: loss %.4g before, %.4g now, %.4g by the sum of single "
-        "layers",
-        f"{parameters:,}",
-        f"{_count(compressed):,}",
-        sum(index > 0 for index in choice),
-        len(places),
-        start,
-        measured(compressed),
-        start + sum(of[index].loss_increase for of, index in zip(options, choice, strict=True)),
+        f"compressed from {parameters:,} to {_count(compressed):,} parameters, {sum(map(bool, choice))} of "
+        f"{len(places)} layers: loss {start:.4g} before, {measured(compressed):.4g} now, {foreseen:.4g} by the sum of "
+        "single layers"
     )
     return compressed
 
@@ -210,9 +205,7 @@ def check_goal(budget: float | None, max_loss_increase: float | None) -> None:
         if not (is_real(max_loss_increase) and max_loss_increase >= 0):
             raise ValueError(f"max_loss_increase must be a number that is not negative, but is {max_loss_increase!r}")
     elif not (is_real(budget) and 0 < budget < float("inf")):
-        raise ValueError(
-            f"budget must be positive and finite, a number of parameters or a part of them, but is {budget!r}"
-        )
+        raise ValueError(f"budget must be positive and finite, parameters or a share of them, but is {budget!r}")
 
 
 def _check_has_values(model: nn.Module) -> None:
@@ -227,31 +220,15 @@ def _check_has_values(model: nn.Module) -> None:
             )
 
 
-_StandsFor = Mapping[nn.Module, tuple[nn.Linear, nn.Module]]
-
-
-def _places(model: nn.Module, stands_for: _StandsFor, selection: Selection) -> list[list[str]]:
-    """The names of each selected layer; several where it stands at several places."""
-    left = hidden_layers(model, of_other_forwards=True)
-    left |= {part for module in model.modules() if isinstance(module, StructuredLinear) for part in module.modules()}
+def _places(model: nn.Module, names: dict[nn.Module, list[str]]) -> list[list[str]]:
+    """The names of each selected layer that shares its weight with no other module."""
     holders: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             holders.setdefault(parameter, set()).add(module)
     shared = {module for of in holders.values() if len(of) > 1 for module in of}
-    names: dict[nn.Module, list[str]] = {}
-    for name, layer in model.named_modules(remove_duplicate=False):
-        if layer in left or as_matrix(layer) is None:
-            continue
-        reason = selection.why_not(name, *stands_for.get(layer, (layer,)))
-        if reason is not None:
-            _note_left(layer, stands_for, f"compress: {reason}")
-        elif isinstance(layer, nn.Linear) and (reason := why_not_linear(layer)) and not selection.names(name, layer):
-            log_left(name, layer, reason)
-        elif layer in shared:
-            log_left(name, layer, "another module has its weight, too")
-        else:
-            names.setdefault(layer, []).append(name)
+    for layer in [layer for layer in names if layer in shared]:
+        log_left(names.pop(layer)[0], layer, "another module has its weight, too")
     if not names:
         raise ValueError(
             f"compress finds no layer in {type(model).__name__} that is included and not excluded: no linear layer, no "
@@ -259,12 +236,6 @@ def _places(model: nn.Module, stands_for: _StandsFor, selection: Selection) -> l
             f"structured already. Recurrent layers stay as they are{reasons_as_text(reasons_for_left(model))}"
         )
     return list(names.values())
-
-
-def _note_left(layer: nn.Module, stands_for: _StandsFor, reason: str) -> None:
-    """Keep the reason for a layer, and for the attention that is put back if none of its projections is replaced."""
-    for left in (layer, *stands_for.get(layer, ())[1:]):
-        note_left(left, reason)
 
 
 def _measured_options(
@@ -322,9 +293,7 @@ def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
         name, remedy = type(of).__name__, "give loss=, a function of model and batch"
         if not isinstance(batch, Tensor | tuple | list):
             got = type(batch).__name__
-            raise TypeError(
-                f"a batch is a {got}, neither a tensor nor a sequence that begins with the inputs: {remedy}"
-            )
+            raise TypeError(f"a batch is a {got}, no tensor or sequence that begins with the inputs: {remedy}")
         x = batch if isinstance(batch, Tensor) else batch[0]
         try:
             inspect.signature(of.forward).bind(x)

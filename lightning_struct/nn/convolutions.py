@@ -20,6 +20,7 @@ from lightning_struct.nn.replace import (
     log_replacement,
     put_in_place,
     replacement,
+    selected_layers,
 )
 from lightning_struct.nn.report import note_left, reasons_as_text
 from lightning_struct.nn.selection import Model, Selection, Selector
@@ -98,17 +99,13 @@ class BlockStructured(nn.Module):
         self.out_size = self.size if self.out_shape is None else prod(self.out_shape)
         self.groups = positive_size("groups", groups)
         if in_channels % groups or out_channels % groups:
-            raise ValueError(
-                f"in_channels and out_channels must be multiples of groups={groups}, but are {in_channels} and "
-                f"{out_channels}"
-            )
+            both = f"{in_channels} and {out_channels}"
+            raise ValueError(f"in_channels and out_channels must be multiples of groups={groups}, but are {both}")
         self.blocks_in_row = in_channels // groups
         blocks = [factory(size, self.out_size, bias=False) for _ in range(self.blocks_in_row * out_channels)]
         for block in blocks:
             if not isinstance(block, StructuredLinear):
-                raise TypeError(
-                    f"factory must make a structured layer, but makes {type(block).__name__}: take nn.Conv2d"
-                )
+                raise TypeError(f"factory makes {type(block).__name__}, no structured layer: take nn.Conv2d")
         self.blocks = nn.ModuleList(blocks)
         self.register_parameter("bias", None)
         if bias:
@@ -158,10 +155,8 @@ class BlockStructured(nn.Module):
                 return self.forward(input.unsqueeze(0)).squeeze(0)
             image = f"{self.in_channels}, " + ("..." if self.in_shape is None else ", ".join(map(str, self.in_shape)))
             entries = f" with {self.size} entries in a channel" if self.in_shape is None else ""
-            raise ValueError(
-                f"BlockStructured takes (batch, {image}) or ({image}){entries}, but the input has shape "
-                f"{tuple(input.shape)}"
-            )
+            taken = f"(batch, {image}) or ({image}){entries}"
+            raise ValueError(f"BlockStructured takes {taken}, but the input has shape {tuple(input.shape)}")
         channels = input.flatten(2).unbind(1)
         products = []
         for index, block in enumerate(self.blocks):
@@ -246,34 +241,28 @@ def replace_conv(
     check_makes_layers(factory)
     selection = Selection(model, include, exclude)
     sizes = _sizes_of_images(model, example if isinstance(example, tuple) else (example,))
-    replacements: dict[int, BlockStructured] = {}
     places: list[tuple[str, nn.Module]] = []
     reasons: dict[str, str] = {}
-    for name, layer in model.named_modules(remove_duplicate=False):
-        if type(layer) not in CONVOLUTIONS:
-            continue
-        if (reason := selection.why_not(name, layer)) is not None:
-            note_left(layer, f"replace_conv: {reason}")
-            continue
-        seen = sizes.get(layer, set())
-        reason = _why_not(layer, seen)
-        if reason is not None:
-            reasons[name or "the model"] = reason
+    layers: dict[_Convolution, list[str]] = selected_layers(
+        model, selection, {}, "replace_conv", lambda layer: type(layer) in CONVOLUTIONS
+    )
+    for layer, names in layers.items():
+        seen, shown = sizes.get(layer, set()), names[0] or "the model"
+        if (reason := _why_not(layer, seen)) is not None:
+            reasons[shown] = reason
             note_left(layer, reason)
             continue
-        if id(layer) not in replacements:
-            ((size, out_size),) = seen
-            blocks = layer.in_channels * layer.out_channels // layer.groups
-            if blocks > _MANY_BLOCKS:
-                warn(
-                    f"{name or 'the model'} becomes {blocks:,} blocks, one for each pair of channels, which are made "
-                    "and called one by one: this takes much time and memory. Leave such layers out by exclude=..., or "
-                    "take compress"
-                )
-            replacements[id(layer)] = blocks_in_place_of(name, layer, size, out_size, factory)
-            log_replacement(name, layer, replacements[id(layer)])
-            take_hooks(replacements[id(layer)], layer)
-        places.append((name, replacements[id(layer)]))
+        ((size, out_size),) = seen
+        blocks = layer.in_channels * layer.out_channels // layer.groups
+        if blocks > _MANY_BLOCKS:
+            warn(
+                f"{shown} becomes {blocks:,} blocks, one for each pair of channels, which are made and called one by "
+                "one: this takes much time and memory. Leave such layers out by exclude=..., or take compress"
+            )
+        new = blocks_in_place_of(names[0], layer, size, out_size, factory)
+        log_replacement(names[0], layer, new)
+        take_hooks(new, layer)
+        places += [(name, new) for name in names]
     if not places:
         raise ValueError(
             "replace_conv replaces nothing: no convolution larger than one pixel, which the example reaches, is "

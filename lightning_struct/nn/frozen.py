@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,15 @@ from lightning_struct.functional.structured.prepared import (
 )
 from lightning_struct.nn.torch_modules import (
     HALF_PRECISION,
+    INSTEAD_OF_SCRIPTS,
     is_traced,
     recorded,
-    refuse_to_be_scripted,
     restore_precision,
     whole_call,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class PreparedForms:
@@ -105,7 +108,29 @@ def changes_unseen(tensor: Tensor) -> bool:
     return tensor.is_inference() or (tensor.device.type == "cpu" and tensor.is_shared())  # on a GPU all count as shared
 
 
-class FrozenLinear(nn.Module):
+class PreparingLinear(nn.Module):
+    """A linear layer that prepares its matrix once for many calls; ``torch.jit.script`` cannot compile it."""
+
+    in_features: int
+    out_features: int
+
+    _prepared: PreparedForms | None = None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._prepared = None
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_prepared": None}
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise RuntimeError(f"torch.jit.script cannot compile {self}: {INSTEAD_OF_SCRIPTS}")
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class FrozenLinear(PreparingLinear):
     """The map y = M x + b of a structured layer with nothing left to train: made by :meth:`StructuredLinear.freeze`.
 
     All its tensors are buffers, the complex ones as pairs of reals. ``torch.export.export`` takes it. For ONNX, Fourier
@@ -152,7 +177,6 @@ class FrozenLinear(nn.Module):
         self.out_features = out_features
         self.class_name = class_name
         self._matrix = matrix
-        self._prepared: PreparedForms | None = None
         for name, tensor in _tensors_of(matrix):
             tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             self.register_buffer(name, tensor.detach().clone())
@@ -169,9 +193,8 @@ class FrozenLinear(nn.Module):
         if is_traced(input):
             return whole_call(self, input)
         if input.ndim == 0 or input.shape[-1] != self.in_features:
-            raise ValueError(
-                f"FrozenLinear takes inputs (..., {self.in_features}), but the input has shape {tuple(input.shape)}"
-            )
+            taken, got = f"(..., {self.in_features})", tuple(input.shape)
+            raise ValueError(f"FrozenLinear takes inputs {taken}, but the input has shape {got}")
         if not input.is_floating_point():
             raise TypeError(f"the input of FrozenLinear has dtype {input.dtype}: use real floating-point numbers")
         if torch.jit.is_tracing():
@@ -224,8 +247,7 @@ class FrozenLinear(nn.Module):
             return _completed(_with_buffers_of(self, self._matrix))
         return prepare_dense(self._entries() if self.dtype in HALF_PRECISION else self.to_dense())
 
-    def _apply(self, fn: Any, recurse: bool = True) -> FrozenLinear:
-        self._prepared = None
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
         keeps_precision = getattr(_innermost(self._matrix), "keeps_precision", False)
         names = [name for name, _ in _tensors_of(self._matrix)] if keeps_precision else []
         before = {name: getattr(self, name) for name in names}
@@ -235,14 +257,8 @@ class FrozenLinear(nn.Module):
         self._matrix = _with_buffers_of(self, self._matrix)  # else the tensors of the old dtype and device stay
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prepared": None}
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        refuse_to_be_scripted(self)
-
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, was={self.class_name}"
+        return f"{super().extra_repr()}, was={self.class_name}"
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         self._prepared = None
@@ -280,34 +296,28 @@ def _completed(matrix: Any) -> Any:
     return matrix.completed() if hasattr(matrix, "completed") else matrix
 
 
-def _parts_of(matrix: Any) -> dict[str, Any]:
-    """The fields of a prepared matrix or of a dataclass in it, or the items of a tuple in it."""
-    if isinstance(matrix, tuple):
-        return {str(index): item for index, item in enumerate(matrix)}
-    return {field.name: getattr(matrix, field.name) for field in dataclasses.fields(matrix)}
+def _parts_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass, such as a prepared matrix, or the items of a tuple; none of other values."""
+    if isinstance(value, tuple):
+        return {str(index): item for index, item in enumerate(value)}
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return {field.name: getattr(value, field.name) for field in fields}
 
 
-def _has_parts(value: Any) -> bool:
-    return isinstance(value, tuple) or dataclasses.is_dataclass(value)
+def _tensors_of(value: Any, name: str = "matrix") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a prepared matrix, and of its parts, with a name for each."""
+    if isinstance(value, Tensor):
+        yield name, value
+    for part, within in _parts_of(value).items():
+        yield from _tensors_of(within, f"{name}_{part}")
 
 
-def _tensors_of(matrix: Any, prefix: str = "matrix") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a prepared matrix, and of what is in it, with a name for each."""
-    for part, value in _parts_of(matrix).items():
-        if isinstance(value, Tensor):
-            yield f"{prefix}_{part}", value
-        elif _has_parts(value):
-            yield from _tensors_of(value, f"{prefix}_{part}")
-
-
-def _with_buffers_of(module: nn.Module, matrix: Any, prefix: str = "matrix") -> Any:
-    """``matrix`` with the buffers of ``module`` in place of its tensors."""
-    parts = {}
-    for part, value in _parts_of(matrix).items():
-        name = f"{prefix}_{part}"
-        if isinstance(value, Tensor):
-            buffer = getattr(module, name)
-            parts[part] = torch.view_as_complex(buffer) if value.is_complex() else buffer
-        else:
-            parts[part] = _with_buffers_of(module, value, name) if _has_parts(value) else value
-    return tuple(parts.values()) if isinstance(matrix, tuple) else type(matrix)(**parts)
+def _with_buffers_of(module: nn.Module, value: Any, name: str = "matrix") -> Any:
+    """A prepared matrix, or a part of one, with the buffers of ``module`` in place of its tensors."""
+    if isinstance(value, Tensor):
+        buffer = getattr(module, name)
+        return torch.view_as_complex(buffer) if value.is_complex() else buffer
+    parts = {part: _with_buffers_of(module, within, f"{name}_{part}") for part, within in _parts_of(value).items()}
+    if isinstance(value, tuple):
+        return tuple(parts.values())
+    return type(value)(**parts) if parts else value

@@ -42,17 +42,36 @@ class FastfoodFactors:
 
     def to_dense(self) -> Tensor:
         """(m, n), by its rows."""
-        rows = hadamard_transform(_filled_up(self.S.diag(), self.length), normalize=True)[:, : len(self.G)] * self.G
-        spread = rows.new_zeros(len(rows), self.length).index_copy(1, self.order, rows)
-        return hadamard_transform(spread, normalize=True)[:, : len(self.B)] * self.B
+        return self._as_term().to_dense()
 
     def matmul(self, x: Tensor) -> Tensor:
-        spread = hadamard_transform(_filled_up(x * self.B, self.length), normalize=True)
-        mixed = hadamard_transform(_filled_up(spread[..., self.order] * self.G, self.length), normalize=True)
-        return mixed[..., : self.S.shape[0]] * self.S
+        return self._as_term().matmul(x)
+
+    def _as_term(self) -> HadamardTerms:
+        return HadamardTerms(self.G[None], self.S[None], self.B[None], self.order[None], self.length)
 
 
-class Fastfood(StructuredLinear):
+class _HadamardLinear(StructuredLinear):
+    """A layer with learned diagonals between Walsh-Hadamard transforms, and t such terms."""
+
+    terms: int = 1
+
+    @property
+    def length(self) -> int:
+        """N, the size of the transforms: the smallest power of two that neither size of the layer exceeds."""
+        return 1 << (max(self.in_features, self.out_features) - 1).bit_length()
+
+    def _dense(self) -> Tensor:
+        return self._prepare_factors().to_dense() if self.out_features < self.in_features else super()._dense()
+
+    def _makes_matrix(self, rows: int) -> bool:
+        return making_is_faster(self.out_features, self.in_features, rows, break_even=512 * self.terms)
+
+    def _prepare_factors(self) -> FastfoodFactors | HadamardTerms:
+        raise NotImplementedError
+
+
+class Fastfood(_HadamardLinear):
     """A layer with M = S H G Π H B: Fastfood with three learned diagonal matrices (Le et al. 2013, Yang et al. 2015).
 
     B has n entries, S has m, and G has k = max(m, n): 3n if square. H are orthonormal Walsh-Hadamard transforms of the
@@ -94,7 +113,6 @@ class Fastfood(StructuredLinear):
         require_one_of("init", init, get_args(Init))
         self.init = init
         middle = max(self.in_features, self.out_features)
-        self.length = 1 << (middle - 1).bit_length()
         self.S = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
         self.G = nn.Parameter(torch.empty(middle, device=device, dtype=dtype))
         self.B = nn.Parameter(torch.empty(in_features, device=device, dtype=dtype))
@@ -116,12 +134,6 @@ class Fastfood(StructuredLinear):
         else:
             # The variance falls by n/N in the first transform, by ‖G‖²/N in the second, and rises by n/‖G‖² in S.
             self.S.mul_(self.length / n)
-
-    def _dense(self) -> Tensor:
-        return self._prepare_factors().to_dense() if self.out_features < self.in_features else super()._dense()
-
-    def _makes_matrix(self, rows: int) -> bool:
-        return making_is_faster(self.out_features, self.in_features, rows, break_even=512)
 
     def _prepare_factors(self) -> FastfoodFactors:
         return FastfoodFactors(self.S, self.G, self.B, self.order, self.length)
@@ -173,7 +185,7 @@ class HadamardTerms:
         return hadamard_transform(F.pad(x, (0, self.length - x.shape[-1])), normalize=True)
 
 
-class RandomizedHadamard(StructuredLinear):
+class RandomizedHadamard(_HadamardLinear):
     """A layer with M = Σ T_j H G_j Π_j H S_j, j = 1 ... t: learned diagonals G_j between random orthogonal transforms.
 
     H is the orthonormal Walsh-Hadamard transform of the smallest power of two N ≥ k = max(m, n), S_j and T_j are random
@@ -219,7 +231,6 @@ class RandomizedHadamard(StructuredLinear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.terms = positive_size("terms", terms)
         k = max(self.in_features, self.out_features)
-        self.length = 1 << (k - 1).bit_length()
         self.G = nn.Parameter(torch.empty(terms, k, device=device, dtype=dtype))
         for name, size in (("output_signs", out_features), ("input_signs", in_features)):
             self.register_buffer(name, torch.empty(terms, size, device=device, dtype=torch.int8), persistent=False)
@@ -263,12 +274,6 @@ class RandomizedHadamard(StructuredLinear):
             shuffled = torch.tensor([numbers.random() for _ in range(self.length)], dtype=torch.float64).argsort()
             self.order[term] = shuffled[: self.order.shape[1]] + term * self.length
 
-    def _dense(self) -> Tensor:
-        return self._prepare_factors().to_dense() if self.out_features < self.in_features else super()._dense()
-
-    def _makes_matrix(self, rows: int) -> bool:
-        return making_is_faster(self.out_features, self.in_features, rows, break_even=512 * self.terms)
-
     def _prepare_factors(self) -> HadamardTerms:
         return HadamardTerms(self.G, self.output_signs, self.input_signs, self.order, self.length)
 
@@ -279,8 +284,3 @@ class RandomizedHadamard(StructuredLinear):
         for term in range(self.terms):
             rest = weight - self.to_dense()
             self.G[term] = self._prepare_factors().inner_products(term, rest) / squared_norm
-
-
-def _filled_up(x: Tensor, length: int) -> Tensor:
-    """``x`` with zeros up to a last dimension of ``length``."""
-    return F.pad(x, (0, length - x.shape[-1]))

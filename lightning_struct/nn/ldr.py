@@ -64,6 +64,7 @@ _LARGEST_SEARCHED = 1024**2  # entries of a matrix above which there are a quart
 _LARGEST_RESTARTED = 256**2  # entries of a matrix up to which that search starts twice,
 _FOUND = 1e-4  # unless it has come this near
 Corner = Literal["learned", "zero"]
+_CORNERS = {"corner": 1, "corners": 2}  # how many an operator has, by the name of its parameter
 
 
 class _Start(NamedTuple):
@@ -126,6 +127,11 @@ class LearnedOperatorLinear(GeneratorLinear):
         """The operators A (m x m) and B (n x n), as functions of the parameters."""
         raise NotImplementedError
 
+    def _entries(self, side: str) -> list[Tensor]:
+        """The entries of an operator, "a" or "b", in the order of ``weight_names``; zeros for corners that are not."""
+        entries = [getattr(self, name) for name in self.weight_names if name.endswith(f"_{side}")]
+        return [self.G.new_zeros(_CORNERS[self.corner_name]) if part is None else part for part in entries]
+
     def operator_entries(self) -> tuple[Tensor, Tensor]:
         """The learned entries of A, and those of B, flat."""
         entries = {name: weight.flatten() for name, weight in self._weights().items() if name not in ("G", "H")}
@@ -146,7 +152,7 @@ class LearnedOperatorLinear(GeneratorLinear):
         for name in self.weight_names[2:]:
             entries, _, side = name.rpartition("_")
             size = self.rows if side == "a" else self.columns
-            length = {"corner": 1, "corners": 2, "diagonal": size}.get(entries, size - 1)
+            length = {**_CORNERS, "diagonal": size}.get(entries, size - 1)
             is_absent = entries == self.corner_name and self.corner == "zero"
             parameter = None if is_absent else nn.Parameter(torch.empty(length, device=device, dtype=dtype))
             self.register_parameter(name, parameter)
@@ -328,9 +334,6 @@ class LDRSubdiagonal(LearnedOperatorLinear):
     weight_names: ClassVar[tuple[str, ...]] = ("G", "H", "subdiagonal_a", "corner_a", "subdiagonal_b", "corner_b")
     corner_name = "corner"
 
-    corner_a: nn.Parameter | None
-    corner_b: nn.Parameter | None
-
     _choices: MethodChoices | None = None
 
     @property
@@ -345,12 +348,8 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 
     @property
     def operators(self) -> tuple[SubdiagonalOperator, SubdiagonalOperator]:
-        zero = self.G.new_zeros(1)
-        corner_a, corner_b = (zero if corner is None else corner for corner in (self.corner_a, self.corner_b))
-        return (
-            SubdiagonalOperator(self.subdiagonal_a, corner_a.squeeze(0)),
-            SubdiagonalOperator(self.subdiagonal_b, corner_b.squeeze(0)),
-        )
+        (a, corner_a), (b, corner_b) = self._entries("a"), self._entries("b")
+        return SubdiagonalOperator(a, corner_a.squeeze(0)), SubdiagonalOperator(b, corner_b.squeeze(0))
 
     def log_ranges(self) -> tuple[Tensor, Tensor]:
         """The detrended log-ranges of A and B, () each.
@@ -477,18 +476,10 @@ class LDRTridiagonal(LearnedOperatorLinear):
 
     methods = TRIDIAGONAL_METHODS
     corner_name = "corners"
-    weight_names: ClassVar[tuple[str, ...]] = ("G", "H") + tuple(
-        f"{entries}_{name}"
-        for name in ("a", "b")
-        for entries in ("subdiagonal", "diagonal", "superdiagonal", "corners")
+    weight_names: ClassVar[tuple[str, ...]] = (
+        *("G", "H", "subdiagonal_a", "diagonal_a", "superdiagonal_a", "corners_a"),
+        *("subdiagonal_b", "diagonal_b", "superdiagonal_b", "corners_b"),
     )
-
-    diagonal_a: nn.Parameter
-    diagonal_b: nn.Parameter
-    superdiagonal_a: nn.Parameter
-    superdiagonal_b: nn.Parameter
-    corners_a: nn.Parameter | None
-    corners_b: nn.Parameter | None
 
     @property
     def method_in_use(self) -> str:
@@ -497,12 +488,7 @@ class LDRTridiagonal(LearnedOperatorLinear):
 
     @property
     def operators(self) -> tuple[TridiagonalOperator, TridiagonalOperator]:
-        zeros = self.G.new_zeros(2)
-        corners_a, corners_b = (zeros if corners is None else corners for corners in (self.corners_a, self.corners_b))
-        return (
-            TridiagonalOperator(self.subdiagonal_a, self.diagonal_a, self.superdiagonal_a, corners_a),
-            TridiagonalOperator(self.subdiagonal_b, self.diagonal_b, self.superdiagonal_b, corners_b),
-        )
+        return TridiagonalOperator(*self._entries("a")), TridiagonalOperator(*self._entries("b"))
 
     def _square_to_dense(self) -> Tensor:
         return tridiagonal_to_dense(*self.operators, *self._generators(), self.method)

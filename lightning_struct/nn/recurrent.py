@@ -88,9 +88,13 @@ class StructuredLSTM(nn.Module):
         self.bidirectional = bidirectional
         self.gates = gates
         directions = 2 if bidirectional else 1
+        count, rows = (4, hidden_size) if gates == "separate" else (1, 4 * hidden_size)
         features = [input_size, *[directions * hidden_size] * (num_layers - 1)]
         self.directions = nn.ModuleList(
-            _Direction(size, hidden_size, factory, hidden_factory or nn.Linear, gates, bias)
+            _Direction(
+                [factory(size, rows, bias=bias) for _ in range(count)],
+                [(hidden_factory or nn.Linear)(hidden_size, rows, bias=False) for _ in range(count)],
+            )
             for size in features
             for _ in range(directions)
         )
@@ -115,10 +119,8 @@ class StructuredLSTM(nn.Module):
         if isinstance(x, PackedSequence):
             raise TypeError("StructuredLSTM takes no packed sequences: pad them, and mask what comes out")
         if x.dim() not in (2, 3) or x.shape[-1] != self.input_size:
-            raise ValueError(
-                f"StructuredLSTM takes (steps, batch, {self.input_size}) or (steps, {self.input_size}), but the input "
-                f"has shape {tuple(x.shape)}"
-            )
+            taken = f"(steps, batch, {self.input_size}) or (steps, {self.input_size})"
+            raise ValueError(f"StructuredLSTM takes {taken}, but the input has shape {tuple(x.shape)}")
         batched = x.dim() == 3
         if not batched:
             x = x.unsqueeze(1)
@@ -166,19 +168,10 @@ class StructuredLSTM(nn.Module):
 class _Direction(nn.Module):
     """One level of an LSTM in one direction. The gates are in the order of ``nn.LSTM``: i, f, g, o."""
 
-    def __init__(
-        self,
-        features: int,
-        hidden_size: int,
-        factory: LayerFactory,
-        hidden_factory: LayerFactory,
-        gates: Gates,
-        bias: bool,
-    ) -> None:
+    def __init__(self, input_hidden: list[nn.Module], hidden_hidden: list[nn.Module]) -> None:
         super().__init__()
-        count, size = (4, hidden_size) if gates == "separate" else (1, 4 * hidden_size)
-        self.input_hidden = nn.ModuleList(factory(features, size, bias=bias) for _ in range(count))
-        self.hidden_hidden = nn.ModuleList(hidden_factory(hidden_size, size, bias=False) for _ in range(count))
+        self.input_hidden = nn.ModuleList(input_hidden)
+        self.hidden_hidden = nn.ModuleList(hidden_hidden)
 
     def forward(self, x: Tensor, state: State, backwards: bool) -> tuple[Tensor, State]:
         """The outputs (steps, batch, h) for x (steps, batch, features), and the last h and c."""

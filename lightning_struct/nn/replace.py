@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 LayerFactory = Callable[..., nn.Module]
 """Called as ``factory(in_features, out_features, bias=bias)``; or a ``from_linear``, called on the layer itself."""
+StandsFor = dict[nn.Module, tuple[nn.Linear, nn.MultiheadAttention]]
+"""For each projection in memory of its own the one that it stands for, and the attention."""
 
 
 def replace_linear(
@@ -99,33 +101,18 @@ def replace_linear(
         return not all(reasons)
 
     with called_attention(model, is_wanted) as (called, stands_for):
-        hidden = hidden_layers(called, of_other_forwards=True)
-        replacements: dict[nn.Module, nn.Module] = {}
-        places: list[tuple[str, nn.Module]] = []
-        for name, layer in called.named_modules(remove_duplicate=False):
-            if isinstance(layer, StructuredLinear) or layer in hidden:
-                continue
-            if isinstance(layer, nn.MultiheadAttention):
-                if (reason := why_not_called(layer)) is not None:
-                    log_left(name, layer, reason)
-                continue
-            if not is_pointwise(layer) and not has_linear_weight(layer):
-                continue
-            if (reason := selection.why_not(name, *stands_for.get(layer, (layer,)))) is not None:
-                if layer not in replacements:
-                    note_left(layer, f"replace_linear: {reason}")
-                continue
-            reason = None if is_pointwise(layer) else why_not_linear(layer)
-            if reason is not None and not selection.names(name, layer):
+        for name, layer in called.named_modules():
+            if isinstance(layer, nn.MultiheadAttention) and (reason := why_not_called(layer)) is not None:
                 log_left(name, layer, reason)
-                continue
-            if layer not in replacements:
-                linear = linear_of(layer)
-                structured = replacement(name, linear, factory)
-                log_replacement(name, linear, structured)
-                replacements[layer] = in_place_of(layer, structured)
-                take_hooks(replacements[layer], layer)
-            places.append((name, replacements[layer]))
+        places: list[tuple[str, nn.Module]] = []
+        kinds = (is_pointwise, has_linear_weight)
+        for layer, names in selected_layers(called, selection, stands_for, "replace_linear", *kinds).items():
+            linear = linear_of(layer)
+            structured = replacement(names[0], linear, factory)
+            log_replacement(names[0], linear, structured)
+            new = in_place_of(layer, structured)
+            take_hooks(new, layer)
+            places += [(name, new) for name in names]
         if not places:
             structured_layers = [name for name, layer in model.named_modules() if isinstance(layer, StructuredLinear)]
             reasons = {name or "the model": "it is structured" for name in structured_layers} | reasons_for_left(model)
@@ -143,10 +130,39 @@ def replace_linear(
         return put_in_place(called, places)
 
 
+def selected_layers(
+    model: nn.Module, selection: Selection, stands_for: StandsFor, caller: str, *kinds: Callable[[nn.Module], bool]
+) -> dict[nn.Module, list[str]]:
+    """The selected layers, with all of their names. The reasons for which others are left are kept for the report.
+
+    Args:
+        model: searched with everything below it, but what structured layers are made of.
+        selection: of the caller.
+        stands_for: see :func:`called_attention`.
+        caller: the function that replaces layers, for the reasons.
+        *kinds: predicates of the layers that it replaces.
+    """
+    left = hidden_layers(model, of_other_forwards=True)
+    left |= {part for module in model.modules() if isinstance(module, StructuredLinear) for part in module.modules()}
+    names: dict[nn.Module, list[str]] = {}
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if layer in left or not any(is_kind(layer) for is_kind in kinds):
+            continue
+        if (reason := selection.why_not(name, *stands_for.get(layer, (layer,)))) is not None:
+            if layer not in names:
+                for unchanged in (layer, *stands_for.get(layer, ())[1:]):  # attention: if it is put back
+                    note_left(unchanged, f"{caller}: {reason}")
+        elif isinstance(layer, nn.Linear) and (reason := why_not_linear(layer)) and not selection.names(name, layer):
+            log_left(name, layer, reason)
+        else:
+            names.setdefault(layer, []).append(name)
+    return names
+
+
 @contextmanager
 def called_attention(
     model: Model, is_wanted: Callable[[str, nn.MultiheadAttention], bool]
-) -> Iterator[tuple[Model, dict[nn.Module, tuple[nn.Linear, nn.MultiheadAttention]]]]:
+) -> Iterator[tuple[Model, StandsFor]]:
     """A context in which attention calls its projections. If none of these is replaced, it is put back at the end.
 
     Args:
@@ -306,8 +322,7 @@ def check_makes_layers(factory: LayerFactory) -> None:
     except TypeError as error:
         raise TypeError(
             f"the factory cannot be called as factory(in_features, out_features, bias=...): {error}. Give a class, "
-            "functools.partial(CLASS, ...) with arguments of that class, or a function that takes bias, too, and hands "
-            "it on"
+            "functools.partial(CLASS, ...) with arguments of that class, or a function that hands bias on, too"
         ) from error
 
 

@@ -130,10 +130,8 @@ class _Selectors:
             elif callable(selector) and not isinstance(selector, type):
                 self.predicates.append(selector)
             else:
-                raise TypeError(
-                    f"{argument} takes names such as '0', patterns, modules, their classes, and functions of name and "
-                    f"module, but has {selector!r}"
-                )
+                kinds = "names such as '0', patterns, modules, their classes, and functions of name and module"
+                raise TypeError(f"{argument} takes {kinds}, but has {selector!r}")
 
     def match(self, name: str, module: nn.Module, owner: nn.Module | None) -> bool:
         return (

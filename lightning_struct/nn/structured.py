@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_struct.functional.checks import NotFinite, is_integer, warn
 from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, affine, prepare_dense
 from lightning_struct.nn.approximation import best_factor, refine_, relative_error
-from lightning_struct.nn.frozen import FrozenLinear, PreparedForms, changes_unseen, dense_is_faster
-from lightning_struct.nn.torch_modules import is_traced, recorded, refuse_to_be_scripted, whole_call
+from lightning_struct.nn.frozen import FrozenLinear, PreparedForms, PreparingLinear, changes_unseen, dense_is_faster
+from lightning_struct.nn.torch_modules import is_traced, recorded, whole_call
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FAR = 0.5  # a relative error from which M is multiplied by the best number
 
 
-class StructuredLinear(nn.Module):
+class StructuredLinear(PreparingLinear):
     """y = M x + b, where M (out_features, in_features) has few parameters. It takes the place of ``nn.Linear``.
 
     Inputs are (..., in_features) with any number of leading dimensions, or none. Under autocast the product is computed
@@ -74,8 +74,6 @@ class StructuredLinear(nn.Module):
     """The number by which :meth:`reset_parameters` multiplies M."""
 
     bias: nn.Parameter | None
-
-    _prepared: PreparedForms | None = None
 
     def __init__(
         self,
@@ -203,10 +201,8 @@ class StructuredLinear(nn.Module):
                 return affine(matrix, input, own["bias"] if "bias" in own else self.bias)  # noqa: SIM401
         dtype, device = self._reference.dtype, input.device.type
         if input.shape[-1:] != (self.in_features,):
-            raise ValueError(
-                f"{type(self).__name__} takes inputs (..., {self.in_features}), but the input has shape "
-                f"{tuple(input.shape)}"
-            )
+            taken, got = f"(..., {self.in_features})", tuple(input.shape)
+            raise ValueError(f"{type(self).__name__} takes inputs {taken}, but the input has shape {got}")
         is_autocast = not input.is_meta and torch.is_autocast_enabled(device)
         if is_autocast and input.is_floating_point() and dtype == torch.float32:
             if self._is_of_matmuls:
@@ -215,10 +211,8 @@ class StructuredLinear(nn.Module):
                 y = self._add_bias(self._matmul(input.to(dtype)))
             return y.to(torch.get_autocast_dtype(device))
         if input.dtype != dtype:
-            raise TypeError(
-                f"the input of {type(self).__name__} has dtype {input.dtype}, its parameters have {dtype}: convert one "
-                "of them"
-            )
+            name = type(self).__name__
+            raise TypeError(f"{name} got dtype {input.dtype}, its parameters have {dtype}: convert one of them")
         return self._add_bias(self._matmul(input))
 
     def freeze(self, *, dense: bool = False) -> FrozenLinear:
@@ -282,7 +276,7 @@ class StructuredLinear(nn.Module):
         warn(f"a {type(self).__name__} stays with the weights it has, because {reason}")
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{super().extra_repr()}, bias={self.bias is not None}"
 
     def _draw_weights(self) -> None:
         """Draw new weights of M, such that the variance of the input is kept. Without gradients."""
@@ -421,16 +415,6 @@ class StructuredLinear(nn.Module):
                     "the buffers rounds integers down. Leave them out (EMAWeightAveraging(use_buffers=False), "
                     "AveragedModel(..., use_buffers=False)); what was averaged or saved so far has a wrong matrix"
                 )
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self._prepared = None
-        return super()._apply(fn, recurse)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prepared": None}
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        refuse_to_be_scripted(self)
 
 
 def positive_size(name: str, value: int) -> int:

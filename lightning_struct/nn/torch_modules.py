@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,7 @@ _OF_CALLS = (
     "_backward_pre_hooks",
     "_backward_hooks",
 )
-_OF_STATE = (
-    "_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+_OF_STATE = ("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 def take_hooks(new: nn.Module, old: nn.Module) -> None:
@@ -145,7 +140,7 @@ def whole_call(module: nn.Module, *inputs: Any) -> Any:
     return tracer.create_proxy("call_module", path, inputs, {})
 
 
-_INSTEAD = "use torch.export.export, or torch.jit.trace with freeze(model, dense=True)"
+INSTEAD_OF_SCRIPTS = "use torch.export.export, or torch.jit.trace with freeze(model, dense=True)"
 
 
 def recorded(layer: nn.Module, product: Callable[[], Tensor]) -> Tensor:
@@ -157,16 +152,7 @@ def recorded(layer: nn.Module, product: Callable[[], Tensor]) -> Tensor:
     try:
         return product()
     except Exception as error:
-        raise RuntimeError(f"torch.jit.trace cannot record {layer}: {_INSTEAD}") from error
-
-
-def refuse_to_be_scripted(layer: nn.Module) -> NoReturn:
-    """Refuse ``torch.jit.script``.
-
-    Raises:
-        RuntimeError: always.
-    """
-    raise RuntimeError(f"torch.jit.script cannot compile {layer}: {_INSTEAD}")
+        raise RuntimeError(f"torch.jit.trace cannot record {layer}: {INSTEAD_OF_SCRIPTS}") from error
 
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)

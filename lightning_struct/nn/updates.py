@@ -59,13 +59,9 @@ class StructuredUpdate(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(adapter, StructuredLinear):
-            raise TypeError(
-                f"an adapter must be a structured layer, such as LDRSubdiagonal, but is a {type(adapter).__name__}"
-            )
+            raise TypeError(f"an adapter must be a structured layer, such as LDRSubdiagonal, but is {adapter!r}")
         if adapter.bias is not None:
-            raise ValueError(
-                "an adapter has no bias: make it with bias=False; train= has the model's own biases trained"
-            )
+            raise ValueError("an adapter has no bias: make it with bias=False; train= has the model's biases trained")
         check_options(scale, learned_diagonals)
         self.adapter = adapter
         self.given_scale = scale
@@ -212,8 +208,7 @@ class AdaptedLinear(nn.Module):
             given = "None" if param is None else f"a parameter {tuple(param.shape)}"
             raise ValueError(
                 f"{name!r} of the adapted layer {self.base} cannot be {given}: only what its base stores alike can be "
-                "set, or tied to another module's. Leave the layer out of add_adapters by exclude=..., or do that "
-                "before, or to its base"
+                "set, or tied to another module's. Leave it out by exclude=..., or do that before, or to its base"
             )
         setattr(self.base, name, param)
 

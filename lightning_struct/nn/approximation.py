@@ -25,7 +25,6 @@ from torch.hub import tqdm
 from lightning_struct.functional.structured.operators import (
     DisplacementOperator,
     SubdiagonalOperator,
-    TridiagonalOperator,
 )
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense
 from lightning_struct.functional.structured.tridiagonal import tridiagonal_to_dense
@@ -234,11 +233,10 @@ class BalancedCoordinates:
         """M, (out_features, in_features), with gradients to the variables."""
         a, b = self._sides
         A, B = a.operator(), b.operator()
-        if isinstance(A, TridiagonalOperator) and isinstance(B, TridiagonalOperator):
-            M = tridiagonal_to_dense(A, B, a.generators, b.generators)
-        else:
-            assert isinstance(A, SubdiagonalOperator) and isinstance(B, SubdiagonalOperator)
+        if isinstance(A, SubdiagonalOperator) and isinstance(B, SubdiagonalOperator):
             M = subdiagonal_to_dense(A.subdiagonal, A.corner, B.subdiagonal, B.corner, a.generators, b.generators)
+        else:
+            M = tridiagonal_to_dense(A, B, a.generators, b.generators)
         M = a.scale[:, None] * M * b.scale
         return M[: self.layer.out_features, : self.layer.in_features]
 
@@ -278,7 +276,7 @@ class _Side:
     def variables(self, corners: bool) -> list[Tensor]:
         return [self._moved, self.generators, *self._others, *([self._corners] if corners else [])]
 
-    def operator(self) -> DisplacementOperator:
+    def operator(self) -> Any:
         """A'."""
         return self._kind(self._constant.expand(len(self._start) - 1), *self._others, self._corners)
 

@@ -19,7 +19,7 @@ from lightning_struct.functional.structured.cost_model import (
 from lightning_struct.functional.structured.fourier import as_pair, multiplied, real_irfft, real_rfft
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix
 from lightning_struct.functional.structured.transforms import circulant_matmul, circulant_product
-from lightning_struct.nn.structured import StructuredLinear, positive_size
+from lightning_struct.nn.structured import Device, Dtype, StructuredLinear, positive_size
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,7 @@ class Circulant(StructuredLinear):
     weight_names: ClassVar[tuple[str, ...]] = ("column",)
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, in_features: int, out_features: int, bias: bool = True, *, device: Device = None, dtype: Dtype = None
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.column = nn.Parameter(torch.empty(max(in_features, out_features), device=device, dtype=dtype))
@@ -172,8 +166,8 @@ class PrunedLinear(StructuredLinear):
         parameters: int,
         bias: bool = True,
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         entries = in_features * out_features

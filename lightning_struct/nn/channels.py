@@ -14,13 +14,14 @@ from lightning_struct.nn.classic import LowRank
 from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.torch_modules import is_traced, whole_call
 
+Sizes = tuple[int, ...]
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class _FilterLinear(nn.Module):
     """A linear layer in place of a convolution: a row of its matrix is a filter."""
 
-    def __init__(self, linear: nn.Module, kernel_size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    def __init__(self, linear: nn.Module, kernel_size: Sizes, stride: Sizes) -> None:
         super().__init__()
         self.linear = linear
         self.kernel_size = kernel_size
@@ -59,7 +60,7 @@ class ChannelLinear(_FilterLinear):
         torch.Size([5, 32, 4, 4])
     """
 
-    def __init__(self, linear: nn.Module, stride: tuple[int, ...]) -> None:
+    def __init__(self, linear: nn.Module, stride: Sizes) -> None:
         super().__init__(linear, (1,) * len(stride), stride)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ class ChannelLinear(_FilterLinear):
         return f"stride={self.stride}"
 
 
-def of_channels(linear: Callable[[Tensor], Tensor], x: Tensor, stride: tuple[int, ...]) -> Tensor:
+def of_channels(linear: Callable[[Tensor], Tensor], x: Tensor, stride: Sizes) -> Tensor:
     """A map of the last dimension for the channels of each pixel: (..., out_channels, *pixels) for x likewise."""
     channels = -len(stride) - 1
     for dim, step in enumerate(stride, channels + 1):
@@ -96,12 +97,7 @@ class PatchLinear(_FilterLinear):
     """
 
     def __init__(
-        self,
-        linear: nn.Module,
-        kernel_size: tuple[int, ...],
-        stride: tuple[int, ...],
-        padding: tuple[int, ...] | str,
-        dilation: tuple[int, ...],
+        self, linear: nn.Module, kernel_size: Sizes, stride: Sizes, padding: Sizes | str, dilation: Sizes
     ) -> None:
         super().__init__(linear, kernel_size, stride)
         self.padding = padding

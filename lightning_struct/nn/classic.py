@@ -32,7 +32,7 @@ from lightning_struct.functional.structured.transforms import (
     vandermonde_like_to_dense,
 )
 from lightning_struct.nn.approximation import stein_residual, truncated_factors
-from lightning_struct.nn.structured import StructuredLinear, positive_size
+from lightning_struct.nn.structured import Device, Dtype, StructuredLinear, positive_size
 from lightning_struct.nn.torch_modules import HALF_PRECISION, restore_precision
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ class GeneratorLinear(StructuredLinear):
         *,
         init: Init = "variance",
         pad: Pad | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.rank, largest_rank = positive_size("rank", rank), min(self.in_features, self.out_features)
@@ -115,7 +115,7 @@ class GeneratorLinear(StructuredLinear):
         pad = f", pad={self.pad!r}" if self.pad else ""
         return f"{super().extra_repr()}, rank={self.rank}{pad}"
 
-    def _add_operators(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    def _add_operators(self, device: Device, dtype: Dtype) -> None:
         """Register the parameters or buffers of the operators, where the class has any."""
 
     def _sum_of_squares(self) -> float:
@@ -365,7 +365,7 @@ class _FixedNodesLinear(GeneratorLinear):
     factors: ClassVar[Callable[..., PreparedMatrix]]
     """The prepared matrix of the nodes, G and H."""
 
-    def _add_operators(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    def _add_operators(self, device: Device, dtype: Dtype) -> None:
         at_least_single = torch.promote_types(self.G.dtype, torch.float32)
         for name, size in zip(self.node_names, (self.rows, self.columns), strict=False):
             self.register_buffer(name, torch.empty(size, device=device, dtype=at_least_single))

@@ -24,7 +24,7 @@ from lightning_struct.nn.replace import (
 )
 from lightning_struct.nn.report import note_left, reasons_as_text
 from lightning_struct.nn.selection import Model, Selection, Selector
-from lightning_struct.nn.structured import StructuredLinear, positive_size
+from lightning_struct.nn.structured import Device, Dtype, StructuredLinear, positive_size
 from lightning_struct.nn.torch_modules import is_traced, take_hooks, whole_call
 
 _MANY_BLOCKS = 10_000
@@ -81,8 +81,8 @@ class BlockStructured(nn.Module):
         in_shape: Sequence[int] | None = None,
         groups: int = 1,
         bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__()
         check_makes_layers(factory)
@@ -178,12 +178,10 @@ class BlockStructured(nn.Module):
             yield block
 
     def extra_repr(self) -> str:
+        shapes = {"in_shape": self.in_shape, "out_size": self.out_shape}
+        options = {**shapes, "groups": None if self.groups == 1 else self.groups}
         text = f"in_channels={self.in_channels}, out_channels={self.out_channels}, size={self.size}"
-        if self.in_shape is not None:
-            text += f", in_shape={self.in_shape}"
-        if self.out_shape is not None:
-            text += f", out_size={self.out_shape}"
-        return text if self.groups == 1 else f"{text}, groups={self.groups}"
+        return text + "".join(f", {name}={value}" for name, value in options.items() if value is not None)
 
 
 def replace_conv(

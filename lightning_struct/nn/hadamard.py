@@ -15,7 +15,7 @@ from lightning_struct.functional.structured.arguments import computing_dtype, re
 from lightning_struct.functional.structured.cost_model import making_is_faster, prepared_hadamard_matrix_is_faster
 from lightning_struct.functional.structured.transforms import hadamard_transform
 from lightning_struct.nn.classic import Init
-from lightning_struct.nn.structured import StructuredLinear, positive_size
+from lightning_struct.nn.structured import Device, Dtype, StructuredLinear, positive_size
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -106,8 +106,8 @@ class Fastfood(_HadamardLinear):
         bias: bool = True,
         *,
         init: Init = "variance",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         require_one_of("init", init, get_args(Init))
@@ -225,8 +225,8 @@ class RandomizedHadamard(_HadamardLinear):
         terms: int = 1,
         bias: bool = True,
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.terms = positive_size("terms", terms)

@@ -55,6 +55,7 @@ from lightning_struct.nn.approximation import (
     stein_residual,
 )
 from lightning_struct.nn.classic import GeneratorLinear, Init, Pad, sum_of_overlaps
+from lightning_struct.nn.structured import Device, Dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -113,8 +114,8 @@ class LearnedOperatorLinear(GeneratorLinear):
         method: str = "auto",
         init: Init = "variance",
         pad: Pad | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         require_one_of("method", method, ("auto", *self.methods))
         require_one_of("corner", corner, get_args(Corner))
@@ -148,7 +149,7 @@ class LearnedOperatorLinear(GeneratorLinear):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, corner={self.corner!r}"
 
-    def _add_operators(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    def _add_operators(self, device: Device, dtype: Dtype) -> None:
         for name in self.weight_names[2:]:
             entries, _, side = name.rpartition("_")
             size = self.rows if side == "a" else self.columns
@@ -277,11 +278,10 @@ class MethodChoices:
         Args:
             version: that of the parameters now, or None.
         """
-        methods = torch.full((_MAGNITUDES,), _NONE)
-        for magnitude, method in self._methods.items():
-            methods[magnitude] = SUBDIAGONAL_METHODS.index(method)
+        numbers = {magnitude: SUBDIAGONAL_METHODS.index(method) for magnitude, method in self._methods.items()}
         has_changed = not self._is_loaded and (version is None or self._version != version)
-        return torch.cat([torch.tensor([has_changed, self._products]), methods])
+        methods = [numbers.get(magnitude, _NONE) for magnitude in range(_MAGNITUDES)]
+        return torch.tensor([int(has_changed), self._products, *methods])
 
     @staticmethod
     def from_tensor(tensor: Tensor) -> MethodChoices | None:

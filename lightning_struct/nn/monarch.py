@@ -24,7 +24,7 @@ from lightning_struct.functional.structured.monarch import (
     nearest_monarch,
 )
 from lightning_struct.nn.approximation import relative_error
-from lightning_struct.nn.structured import StructuredLinear, positive_size
+from lightning_struct.nn.structured import Device, Dtype, StructuredLinear, positive_size
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -79,8 +79,8 @@ class Monarch(StructuredLinear):
         rank: int | None = None,
         bias: bool = True,
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         smaller = min(in_features, out_features)
@@ -202,8 +202,8 @@ class Butterfly(StructuredLinear):
         bias: bool = True,
         *,
         order: Order = "natural",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.rank = positive_size("rank", rank)

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_struct.functional.checks import is_real
 from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.nn.replace import LayerFactory, check_makes_layers, is_from_linear
-from lightning_struct.nn.structured import positive_size
+from lightning_struct.nn.structured import Device, Dtype, positive_size
 from lightning_struct.nn.torch_modules import is_traced, whole_call
 
 Gates = Literal["separate", "joint"]
@@ -69,8 +69,8 @@ class StructuredLSTM(nn.Module):
         bidirectional: bool = False,
         gates: Gates = "separate",
         hidden_factory: LayerFactory | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__()
         require_one_of("gates", gates, get_args(Gates))

@@ -92,13 +92,8 @@ def replacement_report(model: nn.Module) -> ReplacementReport:
         saved = sum(layer.in_features * layer.out_features - layer.weight_parameters for layer in replacing)
         rows.append(("the whole model", "", f"{now:,}", f"{now + saved:,}", f"{(now + saved) / now:.1f}", ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    layout = "  ".join(f"{{:{'<' if i < 2 else '>'}{width}}}" for i, width in enumerate(widths))
+    lines = [layout.format(*row) for row in rows]
     skipped = reasons_for_left(model)
     lines += [f"{name} is left as it is: {reason}" for name, reason in skipped.items()]
     report = ReplacementReport("\n".join(lines))
@@ -164,8 +159,8 @@ def jacobian_norms(layer: StructuredLinear | nn.Linear, iterations: int = 20) ->
     """
     if isinstance(layer, nn.Linear):
         return {"weight": 1.0} if layer.weight.requires_grad else {}
-    weights = {name: getattr(layer, name) for name in layer.weight_names}
-    trained = {name: weight for name, weight in weights.items() if weight is not None and weight.requires_grad}
+    weights = ((name, getattr(layer, name)) for name in layer.weight_names)
+    trained = {name: weight for name, weight in weights if weight is not None and weight.requires_grad}
     norms = {}
     generator = torch.Generator().manual_seed(0)
     with torch.enable_grad():

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+Device = torch.device | str | None
+Dtype = torch.dtype | None
+
 _FAR = 0.5  # a relative error from which M is multiplied by the best number
 
 
@@ -76,12 +79,7 @@ class StructuredLinear(PreparingLinear):
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, in_features: int, out_features: int, bias: bool = True, device: Device = None, dtype: Dtype = None
     ) -> None:
         super().__init__()
         self.in_features = positive_size("in_features", in_features)

@@ -77,19 +77,6 @@ def test_layer_that_costs_nothing_is_compressed_first(of_low_rank):
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
 
 
-def test_whole_budget_leaves_a_layer_that_would_lose():
-    model = low_rank_network()
-    compress(
-        model, batches(), budget=1.0, candidates=ranks, include="2", loss=lambda m, b: m(b[0])[0, 0] * 0 + weight_of(m)
-    )
-    assert type(model[2]) is nn.Linear
-
-
-def weight_of(model):
-    """Less for the layer as it was than for any other."""
-    return torch.tensor(float(isinstance(model[2], StructuredLinear)))
-
-
 def test_loss_is_called_as_it_is_documented():
     model = low_rank_network()
     seen = []
@@ -147,9 +134,7 @@ def test_choice_of_many_layers_is_nearly_the_best():
     assert parameters_of(layers, choice) <= allowed
     assert increase_of(layers, choice) <= 1.05 * max(bound(10 ** (step / 50)) for step in range(-500, 0))
     smallest = [5] * 60
-    assert parameters_of(layers, least_increase(layers, parameters_of(layers, smallest))) == parameters_of(
-        layers, smallest
-    )
+    assert least_increase(layers, parameters_of(layers, smallest)) == smallest
 
 
 @pytest.mark.parametrize("budget", [1.0, 4810])
@@ -160,12 +145,6 @@ def test_a_model_that_fits_stays_as_it_is(budget):
     assert [type(layer) for layer in model] == [nn.Linear, nn.ReLU, nn.Linear]
 
 
-def test_choice_never_exceeds_the_budget():
-    layers = [[Option(None, 100_003, 0.0), Option(None, 50_001, 1.0)] for _ in range(3)]
-    assert least_increase(layers, 150_003) == [1, 1, 1]
-    assert sum(layers[0][i].parameters for i in least_increase(layers, 260_000)) <= 260_000
-
-
 def test_shared_layer_is_counted_once_and_stays_shared():
     torch.manual_seed(0)
     linear = nn.Linear(24, 24)
@@ -173,29 +152,11 @@ def test_shared_layer_is_counted_once_and_stays_shared():
     assert model[0] is model[2] and isinstance(model[0], LowRank | Monarch)
 
 
-def test_linear_layer_itself_gives_the_new_one():
-    torch.manual_seed(0)
-    assert isinstance(compress(nn.Linear(24, 12), batches(), budget=0.5), LowRank | Monarch)
-
-
 def test_losses_before_and_after_are_logged(caplog):
     with caplog.at_level(logging.INFO, "lightning_struct"):
         compress(low_rank_network(), batches(), budget=0.5, candidates=ranks)
     messages = [record.getMessage() for record in caplog.records]
-    assert messages[-1].startswith("compressed from 1,275 to ") and any(
-        "0 as LowRank" in message for message in messages
-    )
-
-
-def test_a_layer_with_a_forward_of_its_own_is_left_and_that_is_logged(caplog):
-    class Doubled(nn.Linear):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    model = nn.Sequential(nn.Linear(24, 24), Doubled(24, 24))
-    with caplog.at_level(logging.INFO, "lightning_struct"):
-        compress(model, batches(), budget=0.9)
-    assert any(record.getMessage().startswith("1 is left as it is: Doubled") for record in caplog.records)
+    assert messages[-1].startswith("compressed from 1,275 to ") and "0 as LowRank" in "".join(messages)
 
 
 def test_the_report_says_of_which_layers_others_have_the_weight():
@@ -411,12 +372,8 @@ def test_structure_has_the_blocks_in_place_of_a_convolution(bias):
     replace_conv(model, partial(LowRank, rank=2), x)
     replace_linear(model, Circulant, include="1")
     structure = json.loads(json.dumps(layer_structure(model)))
-    blocks = {
-        "class": "BlockStructured",
-        "size": 24,
-        "in_shape": [4, 6],
-        "blocks": {"class": "LowRank", "rank": 2},
-    }
+    low_rank = {"class": "LowRank", "rank": 2}
+    blocks = {"class": "BlockStructured", "size": 24, "in_shape": [4, 6], "blocks": low_rank}
     assert structure == {"0": blocks, "1.0": {"class": "Circulant"}}
     again = apply_structure(network().double(), structure)
     assert again[0].bias is None or again[0].bias.dtype == torch.float64
@@ -504,9 +461,7 @@ def test_low_rank_is_near_to_the_outputs_on_the_data():
     data = torch.randn(200, 24) * torch.logspace(0, -2, 24)[torch.randperm(24)]
     expected = linear(data)
     nearest_weight = LowRank.from_linear(linear, rank=6, refine=0)
-    model = compress(
-        linear, [data], budget=24 + 2 * 24 * 6, candidates=None, loss=lambda m, x: (m(x) - expected).square().mean()
-    )
+    model = compress(linear, [data], budget=24 + 2 * 24 * 6, loss=lambda m, x: (m(x) - expected).square().mean())
     assert isinstance(model, LowRank) and model.rank == 6
     assert (model(data) - expected).norm() < 0.5 * (nearest_weight(data) - expected).norm()
     assert model.approximation_error > nearest_weight.approximation_error
@@ -521,26 +476,21 @@ def test_loss_rises_by_no_more_than_it_may():
     sizes = []
     for allowed in (0.02, 0.3, 100.0):
         model = low_rank_network()
-        before = model(x).detach()
-        compress(model, [x], max_loss_increase=allowed, loss=relative_change(before))
-        assert relative_change(before)(model, x) <= allowed
+        change = relative_change(model(x).detach())
+        compress(model, [x], max_loss_increase=allowed, loss=lambda m, batch, change=change: 5.0 + change(m, batch))
+        assert change(model, x) <= allowed
         sizes.append(size(model))
     assert size(low_rank_network()) > sizes[0] > sizes[1] > sizes[2]
-
-
-def test_loss_may_rise_from_where_it_is():
-    model, x = low_rank_network(), batches()[0][0]
-    change = relative_change(model(x).detach())
-    compress(model, [x], max_loss_increase=0.3, loss=lambda m, batch: 5.0 + change(m, batch))
-    assert size(model) < size(low_rank_network())
 
 
 def test_no_allowance_leaves_what_costs():
     model = low_rank_network()
     before = model(batches()[0][0]).detach()
-    compress(
-        model, [batches()[0][0]], max_loss_increase=0.0, loss=lambda m, x: (m(x) - before).abs().mean() + weight_of(m)
-    )
+
+    def loss(of, x):
+        return (of(x) - before).abs().mean() + float(isinstance(of[2], StructuredLinear))
+
+    compress(model, [batches()[0][0]], max_loss_increase=0.0, loss=loss)
     assert type(model[2]) is nn.Linear
 
 

@@ -292,11 +292,6 @@ def test_more_parameters_come_nearer(cls):
     assert errors[1] < start
 
 
-def test_corner_for_a_class_that_has_none_is_refused():
-    with pytest.raises(TypeError, match="corner"):
-        ToeplitzLike(8, 8, corner="learned")
-
-
 @pytest.mark.parametrize(("m", "n"), [(4, 6), (6, 4), (5, 5)])
 def test_residual_of_a_matrix_makes_it_again(m, n):
     a, b = (SubdiagonalOperator(gaussian(k - 1, seed=k), gaussian(1, seed=0)[0]) for k in (m, n))

@@ -12,6 +12,8 @@ from lightning_struct.nn import (
     Circulant,
     Fastfood,
     HankelLike,
+    LDRSubdiagonal,
+    LDRTridiagonal,
     LowRank,
     PrunedLinear,
     RandomizedHadamard,
@@ -85,18 +87,20 @@ def test_circulant_and_pruned_starts_are_the_best():
     assert torch.equal(start.values.detach().abs().sort(descending=True).values, kept)
 
 
-@pytest.mark.parametrize("cls", [*GENERATED, Fastfood])
-def test_refinement_comes_nearer_than_nothing(cls):
+@pytest.mark.parametrize("cls", [*GENERATED, LDRSubdiagonal, LDRTridiagonal, Fastfood])
+def test_refinement_and_more_parameters_come_nearer(cls):
     torch.manual_seed(0)
     linear = nn.Linear(12, 9)
-    options = {} if cls is Fastfood else {"rank": 3}
-    start, refined = (cls.from_linear(linear, refine=k, **options).approximation_error for k in (0, 60))
-    assert refined <= start * (1 + 1e-6) and refined < 1
+    options = [{}] if cls is Fastfood else [{"rank": rank} for rank in (1, 3, 6)]
+    errors = [cls.from_linear(linear, refine=30, **given).approximation_error for given in options]
+    assert 1 > errors[0] and errors == sorted(errors, reverse=True)
+    for given, error in zip(options, errors, strict=True):
+        assert error <= cls.from_linear(linear, refine=0, **given).approximation_error * (1 + 1e-6)
 
 
 def test_reference_initial_values_are_those_of_the_authors():
     torch.manual_seed(0)
-    for cls in GENERATED:
+    for cls in (*GENERATED, LDRSubdiagonal, LDRTridiagonal):
         layer = cls(400, 400, 4, init="reference")
         assert layer.G.std().item() == pytest.approx((4 * 400) ** -0.5, rel=0.1)
         assert layer.H.std().item() == pytest.approx((4 * 400) ** -0.5, rel=0.1)
@@ -214,17 +218,13 @@ def test_an_average_of_weights_leaves_the_order_of_hadamard_terms_as_it_is(decay
     torch.testing.assert_close(average_of(adapted, decay)(x), adapted(x))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        partial(Fastfood, 32, 32),
-        partial(PrunedLinear, 32, 32, parameters=500),
-        partial(Butterfly, 32, 32, order="fourier"),
-    ],
-)
-def test_places_that_were_averaged_and_rounded_are_refused(make):
+PLACED = [Fastfood, partial(PrunedLinear, parameters=500), partial(Butterfly, order="fourier")]
+
+
+@pytest.mark.parametrize("factory", PLACED)
+def test_places_that_were_averaged_and_rounded_are_refused(factory):
     torch.manual_seed(0)
-    averaged = average_of(make())
+    averaged = average_of(factory(32, 32))
     with torch.no_grad(), pytest.raises(ValueError, match="no longer holds distinct places.*use_buffers=False"):
         averaged(torch.randn(3, 32))
     with pytest.raises(ValueError, match="no longer holds distinct places"):

@@ -245,20 +245,12 @@ def test_log_ranges():
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_reference_initial_values_are_those_of_the_authors(cls):
-    torch.manual_seed(0)
-    layer = cls(400, 400, 4, init="reference")
-    assert layer.G.std().item() == pytest.approx((4 * 400) ** -0.5, rel=0.1)
-    assert layer.H.std().item() == pytest.approx((4 * 400) ** -0.5, rel=0.1)
-    assert (layer.subdiagonal_a == 1).all() and (layer.subdiagonal_b == 1).all()
-    assert all(entries.sum() == 399 for entries in layer.operator_entries())  # all else is 0
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_corners_are_trained_or_absent(cls):
+def test_operators_start_as_shifts_and_corners_are_trained_or_absent(cls):
     torch.manual_seed(0)
     for corner in ("learned", "zero"):
         layer = cls(8, 8, 2, corner=corner)
+        assert (layer.subdiagonal_a == 1).all() and (layer.subdiagonal_b == 1).all()
+        assert all(entries.sum() == 7 for entries in layer.operator_entries())  # all else is 0
         layer(torch.randn(3, 8)).square().sum().backward()
         corners = {name: p.grad for name, p in layer.named_parameters() if "corner" in name}
         assert len(corners) == (2 if corner == "learned" else 0)
@@ -280,16 +272,6 @@ def test_toeplitz_like_matrix_is_a_member(cls):
     torch.manual_seed(0)
     weight = ToeplitzLike(12, 12, 2, dtype=torch.float64).to_dense().detach()
     assert cls.from_linear(linear_of(weight), 2, refine=0).approximation_error < 1e-10
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_more_parameters_come_nearer(cls):
-    torch.manual_seed(0)
-    linear = nn.Linear(16, 12)
-    errors = [cls.from_linear(linear, rank, refine=30).approximation_error for rank in (1, 3, 6)]
-    assert 1 > errors[0] > errors[1] > errors[2]
-    start = cls.from_linear(linear, 3, refine=0).approximation_error
-    assert errors[1] < start
 
 
 @pytest.mark.parametrize(("m", "n"), [(4, 6), (6, 4), (5, 5)])

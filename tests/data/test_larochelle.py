@@ -13,7 +13,7 @@ from lightning_struct.data.larochelle import (
     uniform_noise,
     vary_digits,
 )
-from tests.data.official import write_mnist
+from tests.data.official import prepared, write_mnist
 
 VARIANTS = list(FILES)
 SIZES = {"train_size": 20, "test_size": 8}
@@ -23,11 +23,8 @@ def generator():
     return torch.Generator().manual_seed(0)
 
 
-def prepared(**options):
-    data = MNISTVariantDataModule(**{**SIZES, **options})
-    data.prepare_data()
-    data.setup("fit")
-    return data.splits
+def splits_of(**options):
+    return prepared(MNISTVariantDataModule(**{**SIZES, **options})).splits
 
 
 def write_amat(path, labels):
@@ -40,21 +37,21 @@ def test_official_files_are_read(tmp_path, variant):
     train, test = FILES[variant]
     write_amat(tmp_path / train, [number % 10 for number in range(20)])
     write_amat(tmp_path / test, [7] * 8)
-    splits = prepared(variant=variant, data_dir=str(tmp_path))
+    splits = splits_of(variant=variant, data_dir=str(tmp_path))
     assert [len(part) for part in splits] == [17, 3, 8] and splits.test.tensors[1].tolist() == [7] * 8
 
 
 def test_file_of_noise_has_training_images_first(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_struct.data.larochelle.TRAIN_SIZE", 20)
     write_amat(tmp_path / "mnist_noise_variations_all_1.amat", [number % 5 for number in range(20)] + [9] * 8)
-    splits = prepared(variant="noise", data_dir=str(tmp_path))
+    splits = splits_of(variant="noise", data_dir=str(tmp_path))
     assert splits.test.tensors[1].tolist() == [9] * 8 and splits.train.tensors[1].max() < 5
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_are_made_of_digits_none_of_them_used_twice(tmp_path, variant):
     write_mnist(tmp_path, test=6)
-    splits = prepared(
+    splits = splits_of(
         variant=variant, generate=True, data_dir=str(tmp_path), download=False, train_size=26, test_size=10
     )
     labels = torch.cat([part.tensors[1] for part in splits])
@@ -65,20 +62,20 @@ def test_variants_are_made_of_digits_none_of_them_used_twice(tmp_path, variant):
 def test_made_images_do_not_depend_on_the_seed(tmp_path):
     write_mnist(tmp_path, test=6)
     made = [
-        prepared(generate=True, data_dir=str(tmp_path), download=False, seed=seed).val.tensors[1] for seed in (1, 2)
+        splits_of(generate=True, data_dir=str(tmp_path), download=False, seed=seed).val.tensors[1] for seed in (1, 2)
     ]
     assert torch.equal(*made)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_synthetic_images_need_no_files(variant):
-    splits = prepared(variant=variant, synthetic=True, data_dir="nowhere")
+    splits = splits_of(variant=variant, synthetic=True, data_dir="nowhere")
     assert [len(part) for part in splits] == [17, 3, 8] and splits.test.tensors[0].shape == (8, 784)
 
 
 def test_generating_without_mnist_names_the_remedies(tmp_path, no_network):
     with pytest.raises(MisconfigurationException, match="MNIST could not be downloaded"):
-        prepared(generate=True, data_dir=str(tmp_path))
+        splits_of(generate=True, data_dir=str(tmp_path))
 
 
 def test_an_unknown_variant_is_refused():
@@ -134,9 +131,7 @@ def test_of_digit_and_ground_the_brighter_is_seen():
 
 
 def prepared_rectangles(**options):
-    data = RectanglesDataModule(train_size=20, test_size=8, **options)
-    data.setup("fit")
-    return data.splits
+    return prepared(RectanglesDataModule(train_size=20, test_size=8, **options)).splits
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_struct.optim import RLS
 from tests.cases import gaussian
+from tests.optim.rls.twins import descend
 
 STEPS = 60
 
@@ -21,11 +22,11 @@ def squared_error(outputs, targets):
 
 
 def train(module, optimizer, steps, read=batch, **options):
-    for step in steps:
+    def loss(step):
         inputs, targets = read(step, **options)
-        optimizer.zero_grad()
-        squared_error(module(inputs), targets).backward()
-        optimizer.step()
+        return squared_error(module(inputs), targets)
+
+    descend(module, optimizer, loss, steps)
 
 
 def joined(layer):

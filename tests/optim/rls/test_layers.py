@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from lightning_struct.optim import RLS
 from tests.cases import First
 from tests.optim.rls.reference import Reference, recorded_rows
+from tests.optim.rls.twins import descend, first_step, weights
 
 STEPS = 6
 
@@ -222,7 +223,7 @@ def largest_difference(build, batches, micro_batches=1, **options):
     module = build().double()
     plain = copy.deepcopy(module)
     train(module, plain, batches, micro_batches, **options)
-    return max((p - q).abs().max().item() for p, q in zip(module.parameters(), plain.parameters(), strict=True))
+    return (weights(module) - weights(plain)).abs().max().item()
 
 
 def train(module, plain, batches, micro_batches=1, **options):
@@ -259,14 +260,11 @@ def test_a_transposed_convolution_is_trained_as_the_convolution_that_computes_th
 
 
 def test_the_size_of_the_outputs_may_be_given_to_a_transposed_convolution():
-    torch.manual_seed(0)
     layer = nn.ConvTranspose1d(2, 3, 3, 2).double()
     larger = copy.deepcopy(layer)
     larger.output_padding = (1,)
     for module, options in ((layer, {"output_size": [10]}), (larger, {})):
-        optimizer = RLS(module)
-        module(inputs(4, 2, 4)(0), **options).square().mean().backward()
-        optimizer.step()
+        first_step(module, lambda module, options=options: module(inputs(4, 2, 4)(0), **options).square().mean())
     assert torch.equal(layer.weight, larger.weight)
 
 
@@ -381,14 +379,13 @@ def test_positions_are_samples_if_the_loss_or_the_scale_is_divided_by_their_numb
     def trained(divisor, scale, flat=False):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-        optimizer = RLS(module, gradient_scale=scale, max_gain=max_gain)
-        for step in range(4):
-            optimizer.zero_grad()
-            batch = inputs(4, 5, 3)(step)
-            outputs = module(batch.flatten(0, 1) if flat else batch)
-            (0.5 * (outputs - 1).square().sum() / (4 * divisor)).backward()
-            optimizer.step()
-        return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+        def loss(step):
+            outputs = module(inputs(4, 5, 3)(step).flatten(0, int(flat)))
+            return 0.5 * (outputs - 1).square().sum() / (4 * divisor)
+
+        descend(module, RLS(module, gradient_scale=scale, max_gain=max_gain), loss, range(4))
+        return weights(module)
 
     flat = trained(5, 1.0, flat=True)
     torch.testing.assert_close(trained(5, 1.0), flat, rtol=0, atol=1e-12)
@@ -397,13 +394,10 @@ def test_positions_are_samples_if_the_loss_or_the_scale_is_divided_by_their_numb
 
 def test_input_and_recurrent_weights_can_have_scales_of_their_own():
     """Equation (97)."""
-    torch.manual_seed(0)
-    module = nn.LSTM(3, 4).double()
-    half = copy.deepcopy(module)
-    start = copy.deepcopy(module)
-    for each, options in ((module, {}), (half, {"gradient_scale": {"weight_hh_l0": 0.5}})):
-        optimizer = RLS(each, **options)
-        each(inputs(4, 5, 3)(0))[0].square().mean().backward()
-        optimizer.step()
-    assert torch.equal(half.weight_ih_l0, module.weight_ih_l0)
-    torch.testing.assert_close(half.weight_hh_l0 - start.weight_hh_l0, 0.5 * (module.weight_hh_l0 - start.weight_hh_l0))
+    module, scales = nn.LSTM(3, 4).double(), {"weight_hh_l0": 0.5}
+    whole, half = (
+        first_step(copy.deepcopy(module), lambda changed: changed(inputs(4, 5, 3)(0))[0].square().mean(), **options)
+        for options in ({}, {"gradient_scale": scales})
+    )
+    assert torch.equal(half["weight_ih_l0"], whole["weight_ih_l0"])
+    torch.testing.assert_close(half["weight_hh_l0"], 0.5 * whole["weight_hh_l0"])

@@ -59,15 +59,16 @@ def test_batches_of_one_with_ratio_one_are_ridge_regression():
     torch.manual_seed(0)
     module = nn.Linear(6, 3).double()
     start = torch.cat([module.weight.detach(), module.bias.detach()[:, None]], 1)
-    optimizer = RLS(module, ratio=1.0)
-    for x, y in zip(inputs, targets, strict=True):
-        optimizer.zero_grad()
-        (0.5 * (module(x[None]) - y).square().sum()).backward()
-        optimizer.step()
+    samples = list(zip(inputs.split(1), targets, strict=True))
+
+    def loss(step):
+        x, y = samples[step]
+        return 0.5 * (module(x) - y).square().sum()
+
+    descend(module, RLS(module, ratio=1.0), loss, range(40))
     rows = torch.cat([inputs, torch.ones(40, 1, dtype=torch.float64)], 1)
-    expected = torch.linalg.solve(
-        rows.t() @ rows + torch.eye(7, dtype=torch.float64), rows.t() @ targets + start.t()
-    ).t()
+    matrix = rows.t() @ rows + torch.eye(7, dtype=torch.float64)
+    expected = torch.linalg.solve(matrix, rows.t() @ targets + start.t()).t()
     found = torch.cat([module.weight.detach(), module.bias.detach()[:, None]], 1)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 

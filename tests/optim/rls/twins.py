@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-from torch.nn.utils import parameters_to_vector
 
 from lightning_struct.optim import RLS
 
@@ -12,7 +11,7 @@ ADAM = partial(torch.optim.Adam, lr=1e-2)
 
 def weights(module):
     """All parameters in one vector, a copy."""
-    return parameters_to_vector(module.parameters()).detach().clone()
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
 def matrix(optimizer, name):

@@ -282,9 +282,7 @@ class _Normalised(LayerDerivative):
         shape: in which w and b stand beside x̂; None for their own.
     """
 
-    def __init__(
-        self, normalised: Tensor, weight: Tensor | None, bias: Tensor | None, backward: _Backward, shape: Any = None
-    ) -> None:
+    def __init__(self, normalised: Tensor, weight: Any, bias: Any, backward: _Backward, shape: Any = None) -> None:
         self._normalised, self._backward, self._shape = normalised, backward, shape
         self._weight, self._bias = weight, bias
 

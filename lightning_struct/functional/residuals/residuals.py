@@ -73,10 +73,10 @@ def residual_blocks(returned: Any) -> dict[str, Tensor]:
     """
     if isinstance(returned, Tensor):
         if returned.ndim == 0:
+            remedy = "leave out what sums or averages their squares. If there is only one, return it in the shape (1,)"
+            expected = "its residuals, one for each point or measurement"
             raise TypeError(
-                "with loss='least_squares' the module returns its residuals, one for each point or measurement. It "
-                "returned a single number: leave out what sums or averages their squares. If there is only one "
-                "residual, return it in the shape (1,)"
+                f"with loss='least_squares' the module returns {expected}. It returned a single number: {remedy}"
             )
         returned = {ONLY_BLOCK: returned}
     if not isinstance(returned, Mapping) or not returned:
@@ -87,13 +87,10 @@ def residual_blocks(returned: Any) -> dict[str, Tensor]:
         if not isinstance(name, str):
             raise TypeError(f"the names of blocks of residuals are strings, such as 'interior'; got {name!r}")
         if not (isinstance(block, Tensor) and block.is_floating_point()):
-            kind = f"a tensor of {block.dtype}" if isinstance(block, Tensor) else type(block).__name__
-            remedy = ""
+            got = f"a tensor of {block.dtype}" if isinstance(block, Tensor) else type(block).__name__
             if isinstance(block, Tensor) and block.is_complex():
-                remedy = ". Return real and imaginary parts: torch.view_as_real(residuals)"
-            raise TypeError(
-                f"block {name!r} of the residuals must be a tensor of floating-point numbers, got {kind}{remedy}"
-            )
+                got += ". Return real and imaginary parts: torch.view_as_real(residuals)"
+            raise TypeError(f"block {name!r} of the residuals must be a tensor of floating-point numbers, got {got}")
     return {name: block if block.ndim > 0 else block[None] for name, block in returned.items()}
 
 

@@ -229,10 +229,8 @@ class _Problem:
         if self.rows_in_operator:
             if offset is not None and preconditioner is not None and not self._rows_on_x:
                 if self._scale is None:
-                    raise ValueError(
-                        "damping on y around a point other than the start needs C itself, and the preconditioner "
-                        "object has only its inverse: use damping_space='x'"
-                    )
+                    needs = "damping on y around a point other than the start needs C itself"
+                    raise ValueError(f"{needs}, and the preconditioner has its inverse alone: use damping_space='x'")
                 offset = [t / c for t, c in zip(offset, self._scale, strict=True)]
             zeros = [torch.zeros_like(t) for t in leaves(self._x_like)]
             self.residual = residual + (zeros if offset is None else [t.mul(-self._row_damp) for t in offset])

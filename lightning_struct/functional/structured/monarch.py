@@ -208,11 +208,8 @@ def butterfly_shapes(levels: int, rank: int) -> list[tuple[int, int, int, int]]:
         >>> butterfly_shapes(3, rank=1)
         [(4, 1, 2, 2), (2, 2, 2, 2), (1, 4, 2, 2)]
     """
-    ranks = butterfly_ranks(levels, rank)
-    return [
-        (2 ** (levels - level), 2 ** (level - 1), 2 * ranks[level], 2 * ranks[level - 1])
-        for level in range(1, levels + 1)
-    ]
+    r = butterfly_ranks(levels, rank)
+    return [(2 ** (levels - k), 2 ** (k - 1), 2 * r[k], 2 * r[k - 1]) for k in range(1, levels + 1)]
 
 
 def butterfly_as_monarch(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

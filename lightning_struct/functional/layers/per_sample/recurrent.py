@@ -74,7 +74,8 @@ def cell_contributions(call: LayerCall) -> dict[str, Contribution]:
         raise Uncovered("it read one sample without a batch dimension")
     dtype = torch.promote_types(layer.weight_ih.dtype, torch.float32)
     with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
-        mode = next(mode for kind, mode in _MODES.items() if isinstance(layer, kind))
+        modes = {nn.RNNCell: "RNN", nn.LSTMCell: "LSTM", nn.GRUCell: "GRU"}
+        mode = next(mode for kind, mode in modes.items() if isinstance(layer, kind))
         if hx is None:
             initial = [inputs.new_zeros(len(inputs), layer.hidden_size, dtype=dtype)] * (2 if mode == "LSTM" else 1)
         else:
@@ -262,9 +263,5 @@ def _shares(
 
 def _joined(cells: Sequence[Cell], layout: _SequenceLayout) -> Tensor:
     """(T, N, directions·features), the output of a level."""
-    return torch.cat(
-        [layout.reversed(cell.states[1:]) if direction else cell.states[1:] for direction, cell in enumerate(cells)], 2
-    )
-
-
-_MODES = {nn.RNNCell: "RNN", nn.LSTMCell: "LSTM", nn.GRUCell: "GRU"}
+    states = [cell.states[1:] for cell in cells]
+    return torch.cat([layout.reversed(s) if direction else s for direction, s in enumerate(states)], 2)

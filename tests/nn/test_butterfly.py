@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_struct.functional import hadamard_transform
-from lightning_struct.nn import Butterfly, Monarch
+from lightning_struct.nn import Butterfly
 from tests.nn.layers import linear_of
 
 
@@ -85,14 +85,3 @@ def test_trigonometric_transforms_are_members(name, rank, order, n):
     found = Butterfly.from_linear(linear_of(transform(name, n)), rank=rank, refine=0)
     assert found.approximation_error < 1e-10
     assert found.order == order or name == "Hadamard"  # any order of its inputs has bits alone
-
-
-def test_a_member_is_a_monarch_matrix_too():
-    member = Butterfly(64, 64, rank=2, bias=False, dtype=torch.float64)
-    assert Monarch.from_linear(linear_of(member.to_dense()), blocks=8, rank=2, refine=0).approximation_error < 1e-12
-
-
-def test_refinement_lowers_the_error_of_what_is_no_member():
-    linear = linear_of(torch.randn(16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
-    start, refined = (Butterfly.from_linear(linear, order="natural", refine=refine) for refine in (0, 50))
-    assert refined.approximation_error < start.approximation_error < 1

@@ -87,11 +87,11 @@ def test_circulant_and_pruned_starts_are_the_best():
     assert torch.equal(start.values.detach().abs().sort(descending=True).values, kept)
 
 
-@pytest.mark.parametrize("cls", [*GENERATED, LDRSubdiagonal, LDRTridiagonal, Fastfood])
+@pytest.mark.parametrize("cls", [*GENERATED, LDRSubdiagonal, LDRTridiagonal, Fastfood, Butterfly])
 def test_refinement_and_more_parameters_come_nearer(cls):
     torch.manual_seed(0)
     linear = nn.Linear(12, 9)
-    options = [{}] if cls is Fastfood else [{"rank": rank} for rank in (1, 3, 6)]
+    options = [{}] if cls in (Fastfood, Butterfly) else [{"rank": rank} for rank in (1, 3, 6)]
     errors = [cls.from_linear(linear, refine=30, **given).approximation_error for given in options]
     assert 1 > errors[0] and errors == sorted(errors, reverse=True)
     for given, error in zip(options, errors, strict=True):

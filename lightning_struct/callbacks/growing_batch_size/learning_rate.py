@@ -25,6 +25,7 @@ from lightning_struct.utilities.namespaces import MisconfigurationException
 REACHED = 0.9
 
 TOLERANCE = 1e-9  # of sums of fractions of a batch
+SAVED = ("first_batch_size", "batch_size", "noise_scale")  # attributes of the scale in checkpoints, without their _
 
 LearningRateRule: TypeAlias = Literal["sqrt", "linear", "adascale"]
 
@@ -162,15 +163,11 @@ class LearningRateScale:
         self._put_all_back()
 
     def state_dict(self) -> State:
-        return {
-            "first_batch_size": self._first_batch_size,
-            "batch_size": self._batch_size,
-            "noise_scale": self._noise_scale,
-        }
+        return {name: getattr(self, f"_{name}") for name in SAVED}
 
     def load_state_dict(self, state: State) -> None:
-        self._first_batch_size, self._batch_size = state["first_batch_size"], state["batch_size"]
-        self._noise_scale = state["noise_scale"]
+        for name in SAVED:
+            setattr(self, f"_{name}", state[name])
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

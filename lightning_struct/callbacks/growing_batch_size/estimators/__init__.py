@@ -36,10 +36,10 @@ def choose_estimator(
     """
     problem = why_not(trainer)
     if asked.kind == "parts" or (asked.kind == "auto" and problem is None):
-        return BackwardPasses(trainer, module, asked.every_n_steps, max_overhead)
+        return BackwardPasses(trainer, module, asked, max_overhead)
     if asked.kind == "auto":
         if shards_weights(trainer):
             raise Unmeasurable(f"has no gradients of samples, and compares no backward passes: {problem}")
         if any(is_compiled(layer) for layer in module.modules()):
             raise Unmeasurable(f"sees no layers in a compiled module, and compares no backward passes: {problem}")
-    return SampleGradients(trainer, module, asked.every_n_steps, max_overhead, asked.probes)
+    return SampleGradients(trainer, module, asked, max_overhead)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_struct.callbacks.growing_batch_size.estimators.common import (
     GradientEstimator,
     GradientNotFinite,
+    NoiseEstimator,
     Unmeasurable,
     leading_sizes,
 )
@@ -68,11 +69,11 @@ class SampleGradients(GradientEstimator):
     Args:
         trainer: in fit.
         module: the one that is trained, without a wrapper around it.
-        every_n_steps: steps from one measurement to the next; None: as many as ``max_overhead`` allows where a measured
-            step takes twice as long as another, 2.6 times as long with convolutions, or 4.4 times as long where layers
-            have to be run again: the most that was seen.
+        asked: the user's choice. Without ``every_n_steps`` there are as many as ``max_overhead`` allows if a measured
+            step takes twice as long as another, 2.6 times as long with convolutions, or 4.4 times as long if layers
+            have to be run again: the most that was seen. ``probes``: see
+            :class:`~lightning_struct.functional.GradientNormRecorder`.
         max_overhead: share of the time of the steps that measuring may take.
-        probes: see :class:`~lightning_struct.functional.GradientNormRecorder`.
 
     Raises:
         MisconfigurationException: the strategy shards the weights.
@@ -81,22 +82,16 @@ class SampleGradients(GradientEstimator):
     name = "layers"
 
     def __init__(
-        self,
-        trainer: L.Trainer,
-        module: L.LightningModule,
-        every_n_steps: int | None,
-        max_overhead: float,
-        probes: int | None,
+        self, trainer: L.Trainer, module: L.LightningModule, asked: NoiseEstimator, max_overhead: float
     ) -> None:
         refuse_sharded_weights(trainer, "GrowingBatchSize(estimator='layers')")
         super().__init__(trainer, module)
         layers = [layer for layer in module.modules() if any(True for _ in layer.parameters(recurse=False))]
         steps = CONVOLVED if any(isinstance(layer, CONVOLUTIONS) for layer in layers) else BY_RULES
         steps = RUN_AGAIN if any(runs_again(layer) for layer in layers) else steps
-        self.every_n_steps = every_n_steps or math.ceil(steps / max_overhead)
-        self._recorder = GradientNormRecorder(
-            module, probes=probes, uncovered="skip", part=(trainer.global_rank, trainer.world_size)
-        )
+        self.every_n_steps = asked.every_n_steps or math.ceil(steps / max_overhead)
+        part = trainer.global_rank, trainer.world_size
+        self._recorder = GradientNormRecorder(module, probes=asked.probes, uncovered="skip", part=part)
         sequential = [layer for layer in layers if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention))]
         self._recorder.ambiguous = any(not layer.batch_first for layer in sequential)  # positions may come first
         self._squared_norms: dict[nn.Parameter, Tensor] = {}

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_struct.callbacks.growing_batch_size.estimators.common import (
     GradientEstimator,
     GradientNotFinite,
+    NoiseEstimator,
     Unmeasurable,
     is_compiled,
     local_gradient,
@@ -131,7 +132,7 @@ class BackwardPasses(GradientEstimator):
     Args:
         trainer: in fit.
         module: the one that is trained, without a wrapper around it.
-        every_n_steps: steps from one measurement to the next; None: chosen.
+        asked: the user's choice, with the steps from one measurement to the next.
         max_overhead: see :class:`Cadence`.
 
     Raises:
@@ -142,7 +143,7 @@ class BackwardPasses(GradientEstimator):
     name = "parts"
 
     def __init__(
-        self, trainer: L.Trainer, module: L.LightningModule, every_n_steps: int | None, max_overhead: float
+        self, trainer: L.Trainer, module: L.LightningModule, asked: NoiseEstimator, max_overhead: float
     ) -> None:
         if (problem := why_not(trainer)) is not None:
             raise MisconfigurationException(
@@ -150,8 +151,8 @@ class BackwardPasses(GradientEstimator):
                 f"{problem}"
             )
         super().__init__(trainer, module)
-        self._cadence = Cadence(every_n_steps, max_overhead)
-        self.every_n_steps = every_n_steps or 1
+        self._cadence = Cadence(asked.every_n_steps, max_overhead)
+        self.every_n_steps = asked.every_n_steps or 1
         self._step = 0  # number of the present one
         self._due = 0  # number of the step that is measured next; 0 before the first step
         self._handles: list[RemovableHandle] = []

@@ -95,22 +95,10 @@ def test_a_step_is_that_of_the_plain_optimizer(tmp_path):
     assert torch.equal(weights(module), weights(plain))
 
 
-def test_each_batch_counts_one_step(tmp_path):
-    trainer = make_trainer(tmp_path, max_epochs=2)
-    trainer.fit(SHFNetwork(), draw_loader(draws=5))
-    assert trainer.global_step == 10
-
-
-def test_max_steps_ends_training(tmp_path):
-    module = SHFNetwork()
-    make_trainer(tmp_path, max_epochs=-1, max_steps=7).fit(module, draw_loader(draws=5))
-    assert len(module.reports) == 7
-
-
-def test_the_hook_is_called_with_each_report(tmp_path):
-    module = SHFNetwork()
-    make_trainer(tmp_path, max_epochs=1).fit(module, draw_loader(draws=3))
-    assert [report.batch_size for report in module.reports] == [12, 12, 12]
+def test_each_batch_is_one_step_which_the_hook_is_called_with_until_max_steps_ends_training(tmp_path):
+    module, trainer = SHFNetwork(), make_trainer(tmp_path, max_epochs=-1, max_steps=7)
+    trainer.fit(module, draw_loader(draws=5))
+    assert trainer.global_step == 7 and [report.batch_size for report in module.reports] == [12] * 7
 
 
 def test_outputs_of_a_step_are_the_loss_before_it(tmp_path):
@@ -225,25 +213,29 @@ def test_the_method_of_the_module_is_used(tmp_path):
 # Modules written for another optimizer
 
 
-def test_a_step_inherited_from_the_base_is_not_run(tmp_path):
-    class Trained(SHFOptimization, AdamNetwork):
-        configure_optimizers = returns_shf
-
-    trainer = make_trainer(tmp_path, max_epochs=1)
-    trainer.fit(Trained(), draw_loader(draws=2))
-    assert trainer.global_step == 2
+class OfItsBase(SHFOptimization, AdamNetwork):
+    configure_optimizers = returns_shf
 
 
-def test_a_step_in_the_class_itself_is_not_run(tmp_path):
-    class Trained(SHFOptimization, Network):
-        configure_optimizers = returns_shf
+class MixinLast(AdamNetwork, SHFOptimization):
+    configure_optimizers = returns_shf
 
-        def training_step(self, batch, batch_idx):
-            raise AssertionError("the step of the other optimizer ran")
 
-    trainer = make_trainer(tmp_path, max_epochs=1)
-    trainer.fit(Trained(), draw_loader(draws=2))
-    assert trainer.global_step == 2
+class OfItself(SHFOptimization, Network):
+    configure_optimizers = returns_shf
+
+    def training_step(self, batch, batch_idx):
+        raise AssertionError("the step of the other optimizer ran")
+
+
+@pytest.mark.parametrize("trained", [OfItsBase, MixinLast, OfItself])
+def test_the_step_of_another_optimizer_is_not_run(tmp_path, caplog, trained):
+    trainer = make_trainer(tmp_path, max_epochs=2)
+    with caplog.at_level(logging.INFO):
+        trainer.fit(trained(), draw_loader(draws=2))
+    assert trainer.global_step == 4
+    named = caplog.text.count("OfItself.training_step is not run: SHFOptimization takes the step")
+    assert named == (trained is OfItself)
 
 
 def test_hooks_of_the_module_behind_the_mixin_are_called(tmp_path):
@@ -258,27 +250,6 @@ def test_hooks_of_the_module_behind_the_mixin_are_called(tmp_path):
 
     make_trainer(tmp_path, fast_dev_run=1).fit(Trained(), draw_loader(draws=2))
     assert called == ["on_fit_start"]
-
-
-def test_a_mixin_put_last_is_put_first(tmp_path):
-    class Trained(AdamNetwork, SHFOptimization):
-        configure_optimizers = returns_shf
-
-    trainer = make_trainer(tmp_path, max_epochs=1)
-    trainer.fit(Trained(), draw_loader(draws=2))
-    assert trainer.global_step == 2
-
-
-def test_a_step_that_is_not_run_is_named(tmp_path, caplog):
-    class Trained(SHFOptimization, Network):
-        configure_optimizers = returns_shf
-
-        def training_step(self, batch, batch_idx):
-            raise AssertionError("the step of the other optimizer ran")
-
-    with caplog.at_level(logging.INFO):
-        make_trainer(tmp_path, max_epochs=2).fit(Trained(), draw_loader(draws=2))
-    assert caplog.text.count("Trained.training_step is not run: SHFOptimization takes the step") == 1
 
 
 def test_hyperparameters_of_the_base_are_saved():
@@ -330,41 +301,33 @@ def test_there_are_no_statistics_before_the_first_step(tmp_path):
 # Faults
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_bad_batch_is_named(tmp_path, value):
-    data = regression_data()
-    data.tensors[0][30, 0] = value
-    with pytest.raises(ValueError, match="Training batch 2 of epoch 0: the batch holds NaN or infinity"):
-        make_trainer(tmp_path).fit(SHFNetwork(), DataLoader(data, batch_size=12))
+@pytest.mark.parametrize(("part", "value"), [(0, float("nan")), (0, float("inf")), (1, float("nan"))])
+@pytest.mark.parametrize("batch", [0, 2])
+def test_a_bad_batch_is_named_and_changes_no_weight(tmp_path, part, value, batch):
+    class Watching(SHFNetwork):
+        def on_train_batch_start(self, *arguments):
+            self.before = weights(self)
 
-
-def test_a_bad_batch_changes_no_weight(tmp_path):
-    data = regression_data()
-    data.tensors[1][5, 0] = float("nan")
-    module = SHFNetwork()
-    before = weights(module)
-    with pytest.raises(ValueError, match="Training batch 0"):
+    data, module = regression_data(), Watching()
+    data.tensors[part][12 * batch + 5, 0] = value
+    with pytest.raises(ValueError, match=f"Training batch {batch} of epoch 0: the batch holds NaN or infinity"):
         make_trainer(tmp_path).fit(module, DataLoader(data, batch_size=12))
-    assert torch.equal(weights(module), before)
+    assert torch.equal(weights(module), module.before)
 
 
-def test_another_optimizer_is_refused_by_name(tmp_path):
-    class Trained(SHFOptimization, AdamNetwork):
-        pass
-
-    with pytest.raises(
-        MisconfigurationException, match="needs exactly one SHF from configure_optimizers, but got Adam"
-    ):
-        make_trainer(tmp_path).fit(Trained(), draw_loader())
+class BesidesSGD(SHFOptimization, Network):
+    def configure_optimizers(self):
+        return [returns_shf(self), torch.optim.SGD(self.parameters(), lr=0.1)]
 
 
-def test_several_optimizers_are_refused_by_name(tmp_path):
-    class Trained(SHFOptimization, Network):
-        def configure_optimizers(self):
-            return [returns_shf(self), torch.optim.SGD(self.parameters(), lr=0.1)]
+class ByAdam(SHFOptimization, AdamNetwork): ...
 
-    with pytest.raises(MisconfigurationException, match="exactly one SHF .* but got SHF, SGD"):
-        make_trainer(tmp_path).fit(Trained(), draw_loader())
+
+@pytest.mark.parametrize(("trained", "names"), [(ByAdam, "Adam"), (BesidesSGD, "SHF, SGD")])
+def test_other_optimizers_are_refused_by_name(tmp_path, trained, names):
+    message = f"needs exactly one SHF from configure_optimizers, but got {names}"
+    with pytest.raises(MisconfigurationException, match=message):
+        make_trainer(tmp_path).fit(trained(), draw_loader())
 
 
 def test_automatic_optimization_is_refused(tmp_path):
@@ -438,20 +401,14 @@ def test_half_precision_is_refused(tmp_path, plugin, precision):
         make_trainer(tmp_path, plugins=plugin()).fit(SHFNetwork(), draw_loader())
 
 
-def test_bf16_mixed_trains_float32_weights(tmp_path):
+@pytest.mark.parametrize(
+    ("precision", "dtype", "share"), [("bf16-mixed", torch.float32, 0.5), ("64-true", torch.float64, 0.3)]
+)
+def test_other_precisions_train_weights_of_their_dtype(tmp_path, precision, dtype, share):
     module = SHFNetwork()
-    make_trainer(tmp_path, max_epochs=8, precision="bf16-mixed").fit(module, draw_loader(batch_size=40))
-    assert (
-        weights(module).dtype == torch.float32 and module.reports[-1].loss_after < 0.5 * module.reports[0].loss_before
-    )
-
-
-def test_64_true_trains_in_float64(tmp_path):
-    module = SHFNetwork()
-    make_trainer(tmp_path, max_epochs=8, precision="64-true").fit(module, draw_loader(batch_size=40))
-    assert (
-        weights(module).dtype == torch.float64 and module.reports[-1].loss_after < 0.3 * module.reports[0].loss_before
-    )
+    make_trainer(tmp_path, max_epochs=8, precision=precision).fit(module, draw_loader(batch_size=40))
+    assert weights(module).dtype == dtype
+    assert module.reports[-1].loss_after < share * module.reports[0].loss_before
 
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy])
@@ -494,13 +451,7 @@ def timeless(report):
         ({"every_n_epochs": 1, "save_on_train_epoch_end": False}, 15),
         ({"every_n_epochs": 1, "save_on_train_epoch_end": True}, 15),
     ],
-    ids=[
-        "before the batch grows",
-        "within an epoch",
-        "between batch and validation",
-        "after validation",
-        "after the epoch",
-    ],
+    ids=["before growth", "within an epoch", "between batch and validation", "after validation", "after the epoch"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, checkpointing, step, limits):
     whole, module, callbacks = fit_with_everything(tmp_path / "whole", checkpointing, limits)

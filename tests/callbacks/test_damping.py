@@ -148,24 +148,17 @@ def test_a_damping_that_the_optimizer_refuses_is_said_to_be_of_the_rule(tmp_path
 
 
 def test_shf_trains_as_by_its_own_rule(tmp_path):
-    own, called_back = (
-        SHFNetwork(damping=LevenbergMarquardt(1.0, drop=0.9)),
-        SHFNetwork(damping=LevenbergMarquardt(1.0, drop=0.5)),
-    )
+    own, called_back = (SHFNetwork(damping=LevenbergMarquardt(1.0, drop=drop)) for drop in (0.9, 0.5))
     make_trainer(tmp_path).fit(own, draw_loader())
     make_trainer(tmp_path, callbacks=[LevenbergMarquardtDamping(drop=0.9)]).fit(called_back, draw_loader())
     assert torch.equal(weights(called_back), weights(own))
 
 
-def test_the_rule_of_the_optimizer_does_not_count(tmp_path):
+def test_the_rule_of_the_optimizer_does_not_count_and_is_put_back_after_fit(tmp_path):
     module = SHFNetwork(damping=LevenbergMarquardt(1.0, drop=0.5))
-    make_trainer(tmp_path, callbacks=[LevenbergMarquardtDamping(drop=1.0)]).fit(module, draw_loader())
-    assert {report.damping for report in module.reports} == {1.0}
-
-
-def test_the_rule_of_the_optimizer_is_put_back_after_fit(tmp_path):
     trainer = make_trainer(tmp_path, callbacks=[LevenbergMarquardtDamping(drop=1.0)])
-    trainer.fit(SHFNetwork(damping=LevenbergMarquardt(1.0, drop=0.5)), draw_loader())
+    trainer.fit(module, draw_loader())
+    assert {report.damping for report in module.reports} == {1.0}
     inputs, targets = regression_data().tensors
     report = trainer.optimizers[0].step(inputs=inputs, targets=targets)
     assert trainer.optimizers[0].damping == levenberg_marquardt(report.damping, report.reduction_ratio, drop=0.5)

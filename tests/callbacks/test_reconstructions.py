@@ -112,11 +112,6 @@ def test_images_may_have_a_channel_and_loaders_names(tmp_path, shape):
     assert callback.paths[0].exists()
 
 
-def test_reconstructions_of_another_size_are_refused():
-    with pytest.raises(MisconfigurationException, match="16 pixels, but their reconstructions 9"):
-        plot_reconstructions(IMAGES, IMAGES[:, :9])
-
-
 def test_plotting_leaves_the_modes_of_all_modules_alone(tmp_path):
     callback = ReconstructionPlot()
     module, run = Darken(), trainer(tmp_path, callback)
@@ -126,11 +121,6 @@ def test_plotting_leaves_the_modes_of_all_modules_alone(tmp_path):
     module.frozen.eval()
     callback.plot(run, module)
     assert module.training and not module.frozen.training
-
-
-def test_fast_dev_run_writes_nothing(tmp_path):
-    trainer(tmp_path, ReconstructionPlot(), fast_dev_run=True).fit(Darken())
-    assert not list(tmp_path.iterdir())
 
 
 class Pictures(Dataset):
@@ -210,9 +200,16 @@ def test_sharded_weights_are_gathered_by_all_processes(tmp_path):
     assert (tmp_path / "reconstructions.png").exists()
 
 
-def test_images_that_are_not_square_need_their_size():
-    with pytest.raises(MisconfigurationException, match=r"12 pixels are no image of 3 x 3: give image_size"):
-        plot_reconstructions(torch.zeros(2, 12), torch.zeros(2, 12))
+@pytest.mark.parametrize(
+    ("images", "reconstructions", "message"),
+    [
+        (IMAGES, IMAGES[:, :9], "16 pixels, but their reconstructions 9"),
+        (torch.zeros(2, 12), torch.zeros(2, 12), r"12 pixels are no image of 3 x 3: give image_size"),
+    ],
+)
+def test_what_makes_no_picture_is_refused(images, reconstructions, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        plot_reconstructions(images, reconstructions)
 
 
 def test_images_of_a_given_size_are_drawn_so():
@@ -236,10 +233,12 @@ def test_predictions_that_make_no_rows_are_refused_by_their_shapes(tmp_path, mod
         trainer(tmp_path, PredictionWriter()).predict(module())
 
 
-def test_predictions_are_written_with_their_places(tmp_path):
-    trainer(tmp_path, PredictionWriter("reconstructions")).predict(Darken())
+def test_predictions_are_written_with_their_places_and_the_path_is_said(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        trainer(tmp_path, PredictionWriter("reconstructions")).predict(Darken())
     written = torch.load(tmp_path / "reconstructions.pt")
     assert torch.equal(written["reconstructions"], IMAGES / 2) and written["indices"].tolist() == list(range(12))
+    assert str(tmp_path / "reconstructions.pt") in caplog.text
 
 
 class Rows(list):
@@ -286,15 +285,10 @@ def test_a_name_that_is_none_of_a_file_is_refused_before_the_predictions(name):
         PredictionWriter(name)
 
 
-def test_fast_dev_run_writes_no_predictions(tmp_path):
+def test_fast_dev_run_writes_nothing(tmp_path):
+    trainer(tmp_path, ReconstructionPlot(), fast_dev_run=True).fit(Darken())
     trainer(tmp_path, PredictionWriter("reconstructions"), fast_dev_run=True).predict(Darken())
     assert not list(tmp_path.iterdir())
-
-
-def test_path_of_the_predictions_is_said(tmp_path, caplog):
-    with caplog.at_level("INFO"):
-        trainer(tmp_path, PredictionWriter("reconstructions")).predict(Darken())
-    assert str(tmp_path / "reconstructions.pt") in caplog.text
 
 
 class DarkenInADict(Darken):

@@ -119,26 +119,12 @@ def test_a_warning_says_that_a_barebones_trainer_keeps_nothing(tmp_path):
         L.Trainer(barebones=True, max_epochs=1, accelerator="cpu", callbacks=[TrainingCurves()]).fit(Descent())
 
 
-def test_each_step_and_each_validation_is_recorded(tmp_path):
-    curves = TrainingCurves()
-    fit(tmp_path, curves)
-    assert column(curves, "train_loss") == [(1, 64), (2, 32), (3, 16), (4, 8), (5, 4), (6, 2)]
-    assert column(curves, "val_loss") == [(3, 8), (6, 1)]
-
-
 class EpochMean(Descent):
     """Logs the mean of an epoch, and nothing in its steps."""
 
     def training_step(self, batch, batch_idx):
         self.log("train_loss", self.weight.detach(), on_step=False, on_epoch=True)
         return 0.25 * self.weight.square()
-
-
-def test_a_mean_of_an_epoch_is_recorded_once_at_its_end(tmp_path):
-    curves = TrainingCurves(every_n_steps=2)
-    fit(tmp_path, curves, EpochMean(), max_epochs=3)
-    means = [(64 + 32 + 16) / 3 / 8**epoch for epoch in range(3)]
-    assert column(curves, "train_loss") == [(3, approx(means[0])), (6, approx(means[1])), (9, approx(means[2]))]
 
 
 class LoggedAtTheEnd(Descent):
@@ -149,22 +135,10 @@ class LoggedAtTheEnd(Descent):
         self.log("train_loss", self.weight.detach())
 
 
-def test_what_the_module_logs_at_the_end_of_an_epoch_is_recorded_of_that_epoch(tmp_path):
-    curves = TrainingCurves()
-    fit(tmp_path, curves, LoggedAtTheEnd())
-    assert column(curves, "train_loss") == [(3, 8), (6, 1)]
-
-
 class StepsAndMean(Descent):
     def training_step(self, batch, batch_idx):
         self.log("train_loss", self.weight.detach(), on_step=True, on_epoch=True)
         return 0.25 * self.weight.square()
-
-
-def test_the_mean_of_an_epoch_is_left_out_where_its_steps_are_logged(tmp_path):
-    curves = TrainingCurves(every_n_steps=2)
-    fit(tmp_path, curves, StepsAndMean())
-    assert column(curves, "train_loss") == [(2, 32), (4, 8), (6, 2)]
 
 
 class Seldom(Descent):
@@ -172,13 +146,6 @@ class Seldom(Descent):
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) if self.global_step % 2 else 0.25 * self.weight.square()
-
-
-@pytest.mark.parametrize("every_n_steps", [1, 3])
-def test_a_value_is_not_repeated_in_steps_that_log_none(tmp_path, every_n_steps):
-    curves = TrainingCurves(every_n_steps)
-    fit(tmp_path, curves, Seldom())
-    assert [step for step, _ in column(curves, "train_loss")] == [s for s in (2, 4, 6) if s % every_n_steps == 0]
 
 
 class SeldomValidated(Descent):
@@ -189,10 +156,26 @@ class SeldomValidated(Descent):
             super().validation_step(batch, batch_idx)
 
 
-def test_a_value_is_not_repeated_in_validations_that_log_none(tmp_path):
-    curves = TrainingCurves()
-    fit(tmp_path, curves, SeldomValidated(), max_epochs=4)
-    assert [step for step, _ in column(curves, "val_loss")] == [3, 9]
+MEANS = [(64 + 32 + 16) / 3 / 8**epoch for epoch in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("module", "epochs", "every_n_steps", "name", "recorded"),
+    [
+        (Descent, 2, 1, "train_loss", [(1, 64), (2, 32), (3, 16), (4, 8), (5, 4), (6, 2)]),
+        (Descent, 2, 1, "val_loss", [(3, 8), (6, 1)]),
+        (EpochMean, 3, 2, "train_loss", [(3 * epoch, approx(mean)) for epoch, mean in enumerate(MEANS, start=1)]),
+        (LoggedAtTheEnd, 2, 1, "train_loss", [(3, 8), (6, 1)]),  # of that epoch
+        (StepsAndMean, 2, 2, "train_loss", [(2, 32), (4, 8), (6, 2)]),  # the mean is left out
+        (Seldom, 2, 1, "train_loss", [(2, 32), (4, 8), (6, 2)]),  # no value is repeated
+        (Seldom, 2, 3, "train_loss", [(6, 2)]),
+        (SeldomValidated, 4, 1, "val_loss", [(3, 8), (9, 0.125)]),
+    ],
+)
+def test_what_is_logged_is_recorded_once(tmp_path, module, epochs, every_n_steps, name, recorded):
+    curves = TrainingCurves(every_n_steps)
+    fit(tmp_path, curves, module(), max_epochs=epochs)
+    assert column(curves, name) == recorded
 
 
 class CountingSizes(Descent):

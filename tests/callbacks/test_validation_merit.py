@@ -335,31 +335,28 @@ def test_validation_data_may_be_a_stream(tmp_path):
     assert (trainer.global_step, module.layers.bias.item()) == (4, 2)
 
 
-@pytest.mark.parametrize(("monitor", "best"), [("val_loss/dataloader_idx_0", 2), ("val_loss/dataloader_idx_1", 3)])
-def test_one_of_several_loaders_can_be_monitored(tmp_path, monitor, best):
+class Nothing(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("monitor", "best", "values", "first"),
+    [
+        ("val_loss/dataloader_idx_0", 2, [3, 9, 1, 8, 2, 7], validation_loader(8)),  # of both loaders in turn
+        ("val_loss/dataloader_idx_1", 3, [3, 9, 1, 8, 2, 7], validation_loader(8)),
+        ("val_loss/dataloader_idx_1", 2, [3, 1, 2], DataLoader(Nothing())),
+    ],
+)
+def test_one_of_several_loaders_of_which_some_may_be_empty_can_be_monitored(tmp_path, monitor, best, values, first):
     class Several(ScriptedNetwork):
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
             super().validation_step(batch, batch_idx)
 
-    module = Several([3, 9, 1, 8, 2, 7])  # of both loaders in turn
+    module = Several(values)
     trainer = make_trainer(tmp_path, callbacks=[ValidationMeritStopping(monitor)], max_epochs=3, limit_val_batches=1)
-    trainer.fit(module, draw_loader(draws=1), [validation_loader(8), validation_loader(8)])
+    trainer.fit(module, draw_loader(draws=1), [first, validation_loader(8)])
     assert module.layers.bias.item() == best
-
-
-def test_an_empty_loader_before_others_does_no_harm(tmp_path):
-    class Several(ScriptedNetwork):
-        def validation_step(self, batch, batch_idx, dataloader_idx=0):
-            super().validation_step(batch, batch_idx)
-
-    class Nothing(IterableDataset):
-        def __iter__(self):
-            return iter(())
-
-    module, callback = Several([3, 1, 2]), ValidationMeritStopping("val_loss/dataloader_idx_1")
-    trainer = make_trainer(tmp_path, callbacks=[callback], max_epochs=3, limit_val_batches=1)
-    trainer.fit(module, draw_loader(draws=1), [DataLoader(Nothing()), validation_loader(8)])
-    assert module.layers.bias.item() == 2
 
 
 class Manual(ScriptedNetwork):

@@ -259,9 +259,9 @@ OPTIONS = [{"mode": "accumulate"}, {"max_device_batch_size": 8}]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_the_trainer_gets_its_accumulation_back(tmp_path, options):
-    module = Windows()
-    fit(tmp_path, loader(40), module=module, growing=Growing(12 * [20], **options), max_epochs=2)
+def test_the_trainer_gets_its_accumulation_back_beside_a_scheduler_that_accumulates_nothing(tmp_path, options):
+    module, growing, idle = Windows(), Growing(12 * [20], **options), GradientAccumulationScheduler({0: 1})
+    fit(tmp_path, loader(40), module=module, growing=growing, callbacks=[idle], max_epochs=2)
     assert module.trainer.accumulate_grad_batches == 1 < max(map(len, module.windows))
 
 
@@ -283,14 +283,6 @@ def test_two_who_set_the_accumulation_are_refused(tmp_path, options):
     scheduler = GradientAccumulationScheduler({0: 2})
     with pytest.raises(MisconfigurationException, match="both set accumulate_grad_batches: leave one of them out"):
         fit(tmp_path, loader(), growing=Growing(**options), callbacks=[scheduler])
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_a_scheduler_that_accumulates_nothing_is_left_in(tmp_path, options):
-    module = Windows()
-    scheduler = GradientAccumulationScheduler({0: 1})
-    fit(tmp_path, loader(40), module=module, growing=Growing(12 * [20], **options), callbacks=[scheduler])
-    assert max(map(len, module.windows)) > 1
 
 
 def test_a_strategy_that_accumulates_by_itself_is_refused(tmp_path):

@@ -105,16 +105,9 @@ def data():
 
 def fit(directory, processes, ckpt_path=None):
     directory.mkdir()
-    checkpoints = ModelCheckpoint(
-        directory, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
-    )
-    train(
-        processes,
-        Even(**arguments(**MEASURING), scale_lr="adascale"),
-        Notes(directory),
-        checkpoints,
-        ckpt_path=ckpt_path,
-    )
+    options = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1, "save_on_train_epoch_end": False}
+    growing, checkpoints = Even(**arguments(**MEASURING), scale_lr="adascale"), ModelCheckpoint(directory, **options)
+    train(processes, growing, Notes(directory), checkpoints, ckpt_path=ckpt_path)
 
 
 def train(processes, *callbacks, ckpt_path=None, validation=None):
@@ -133,55 +126,24 @@ def train(processes, *callbacks, ckpt_path=None, validation=None):
     trainer.fit(Regressor(), None, validation, ckpt_path=ckpt_path)
 
 
-@pytest.fixture(scope="module")
-def notes(tmp_path_factory):
-    """By run, and in each by process."""
-    directory = tmp_path_factory.mktemp("notes")
-    fit(directory / "one", 1)
-    fit(directory / "two", 2)
-    fit(directory / "resumed", 2, directory / f"two/step={STOPPED}.ckpt")
-    processes = {"one": 1, "two": 2, "resumed": 2}
-    return {
-        name: [torch.load(directory / name / f"{rank}.pt") for rank in range(number)]
-        for name, number in processes.items()
-    }
-
-
-def test_batches_grow_as_in_one_process(notes):
-    sizes = [size // 2 for size in notes["one"][0]["sizes"]]
-    assert [process["sizes"] for process in notes["two"]] == [sizes, sizes]
-    assert max(sizes) == 8
-
-
-def test_what_is_measured_is_that_of_the_whole_batch(notes):
-    for record, of_one in zip(notes["two"][1]["records"], notes["one"][0]["records"], strict=True):
+def test_two_processes_train_as_one_and_resume_bit_for_bit(tmp_path):
+    fit(tmp_path / "one", 1)
+    fit(tmp_path / "two", 2)
+    fit(tmp_path / "resumed", 2, tmp_path / f"two/step={STOPPED}.ckpt")
+    one = torch.load(tmp_path / "one/0.pt")
+    two, resumed = ([torch.load(tmp_path / run / f"{rank}.pt") for rank in range(2)] for run in ("two", "resumed"))
+    sizes = [size // 2 for size in one["sizes"]]
+    assert [process["sizes"] for process in two] == [sizes, sizes] and max(sizes) == 8
+    for record, of_one in zip(two[1]["records"], one["records"], strict=True):
         assert record == pytest.approx(of_one, rel=1e-9)
-
-
-def test_weights_are_those_of_one_process(notes):
-    assert (notes["two"][0]["weights"] - notes["one"][0]["weights"]).abs().max() < 1e-12
-
-
-def test_replicas_are_bitwise_equal(notes):
-    assert torch.equal(notes["two"][0]["weights"], notes["two"][1]["weights"])
-
-
-def test_every_sample_of_each_epoch_is_seen_once(notes):
+    assert (two[0]["weights"] - one["weights"]).abs().max() < 1e-12
+    assert torch.equal(two[0]["weights"], two[1]["weights"])
     every = sorted(data().tensors[0][:, 0].tolist())
-    seen = [notes["two"][0]["seen"][epoch] + notes["two"][1]["seen"][epoch] for epoch in range(EPOCHS)]
-    assert [sorted(of_epoch) for of_epoch in seen] == [every] * EPOCHS
-
-
-def test_a_resumed_run_reads_what_was_left(notes):
-    read = FIRST // 2 * 3 + notes["two"][0]["sizes"][3]
-    for resumed, whole in zip(notes["resumed"], notes["two"], strict=True):
-        assert 0 < len(resumed["seen"][0]) == len(whole["seen"][0]) - read
-        assert resumed["seen"][0] == whole["seen"][0][read:]
-
-
-def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(notes):
-    assert torch.equal(notes["resumed"][1]["weights"], notes["two"][1]["weights"])
-    assert notes["resumed"][1]["records"] == notes["two"][1]["records"]
+    assert [sorted(two[0]["seen"][epoch] + two[1]["seen"][epoch]) for epoch in range(EPOCHS)] == [every] * EPOCHS
+    read = FIRST // 2 * 3 + sizes[3]
+    for again, whole in zip(resumed, two, strict=True):
+        assert again["seen"][0] == whole["seen"][0][read:] != []
+        assert torch.equal(again["weights"], whole["weights"]) and again["records"] == whole["records"]
 
 
 RULES = {

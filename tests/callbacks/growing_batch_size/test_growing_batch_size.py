@@ -117,9 +117,8 @@ def test_a_rule_that_decides_on_no_size_is_named(tmp_path, decided):
         def decide(self, batch_size):
             return decided
 
-    with pytest.raises(
-        MisconfigurationException, match=rf"Broken.decide\(\) returned {decided} as the next batch size"
-    ):
+    message = rf"Broken.decide\(\) returned {decided} as the next batch size"
+    with pytest.raises(MisconfigurationException, match=message):
         fit(tmp_path, ScriptedNetwork(), Broken(), draw_loader(10, draws=1))
 
 
@@ -163,13 +162,9 @@ def test_a_copy_can_be_made_within_a_fit(tmp_path):
 
 
 def test_a_monitor_without_validation_is_an_error(tmp_path):
+    growing = GrowingBatchSize(validation=ValidationRule("val_loss"))
     with pytest.raises(MisconfigurationException, match="monitor='val_loss'.* there is none"):
-        fit(
-            tmp_path,
-            ScriptedNetwork(),
-            GrowingBatchSize(validation=ValidationRule("val_loss")),
-            draw_loader(10, draws=1),
-        )
+        fit(tmp_path, ScriptedNetwork(), growing, draw_loader(10, draws=1))
 
 
 def test_shf_grows_its_batches_as_algorithm_1_says(tmp_path):
@@ -245,16 +240,14 @@ def test_records_of_a_long_run_are_thinned_out(tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_starts_with_the_grown_batch(tmp_path):
-    script = {"variances": [7.5] * 12}
-    whole, first, second = (ScriptedNetwork(**script) for _ in range(3))
-    fit(tmp_path, whole, GrowingBatchSize(validation=ValidationRule(window=2)), draw_loader(10, draws=4), max_epochs=2)
-    trainer = fit(
-        tmp_path, first, GrowingBatchSize(validation=ValidationRule(window=2)), draw_loader(10, draws=4), max_epochs=1
-    )
-    trainer.save_checkpoint(tmp_path / "first.ckpt")
-    resumed = make_trainer(tmp_path, callbacks=[GrowingBatchSize(validation=ValidationRule(window=2))], max_epochs=2)
-    resumed.fit(second, draw_loader(10, draws=4), ckpt_path=tmp_path / "first.ckpt")
-    assert second.sizes == whole.sizes[4:] and second.sizes[0] > 10
+    modules = [ScriptedNetwork([7.5] * 12) for _ in range(3)]
+    for module, epochs, path in zip(modules, (2, 1, 2), (None, None, tmp_path / "first.ckpt"), strict=True):
+        growing = GrowingBatchSize(validation=ValidationRule(window=2))
+        trainer = make_trainer(tmp_path, callbacks=[growing], max_epochs=epochs)
+        trainer.fit(module, draw_loader(10, draws=4), ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / "first.ckpt")
+    whole, _, resumed = modules
+    assert resumed.sizes == whole.sizes[4:] and resumed.sizes[0] > 10
 
 
 @pytest.mark.parametrize("step", [8, 9])

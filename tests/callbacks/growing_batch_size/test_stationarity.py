@@ -51,13 +51,17 @@ def fit(tmp_path, module, callback, max_steps, *callbacks, **options):
     return trainer
 
 
+def every_fourth(**options):
+    return GrowingBatchSize(estimator=NoiseEstimator(every_n_steps=4), **options)
+
+
 def sizes(callback):
     return [int(record["batch_size"]) for record in callback.records]
 
 
 @pytest.mark.parametrize("optimizer", [{"rate": 0.01, "momentum": 0.9}, {"rate": 0.02, "optimizer": torch.optim.Adam}])
 def test_the_batch_grows_where_noise_undoes_the_descent(tmp_path, optimizer):
-    callback = GrowingBatchSize(estimator=NoiseEstimator(every_n_steps=4))
+    callback = every_fourth()
     fit(tmp_path, Regression(start=1.0, **optimizer), callback, max_steps=500)
     assert callback.records[-1]["batch_size"] == 16
 
@@ -68,7 +72,7 @@ class SummedRegression(Regression):
 
 
 def test_growth_that_enlarges_the_gradient_is_taken_back(tmp_path):
-    callback = GrowingBatchSize(estimator=NoiseEstimator(every_n_steps=4), scale_lr="sqrt")
+    callback = every_fourth(scale_lr="sqrt")
     with pytest.warns(UserWarning, match="as a sum .* does, and a contrastive loss, .* back from 16 to 8 samples"):
         fit(tmp_path, SummedRegression(0.05 / 8, start=1.0), callback, max_steps=500)
     assert max(sizes(callback)) == 16 and sizes(callback)[-1] == 8
@@ -77,17 +81,11 @@ def test_growth_that_enlarges_the_gradient_is_taken_back(tmp_path):
 @pytest.mark.parametrize("is_resumed", [True, False], ids=["resumed", "in another fit"])
 @pytest.mark.filterwarnings("ignore:The loss has grown with the batch")
 def test_growth_that_was_taken_back_is_not_tried_again(tmp_path, is_resumed):
-    module, callback = (
-        SummedRegression(0.05 / 8, start=1.0),
-        GrowingBatchSize(estimator=NoiseEstimator(every_n_steps=4)),
-    )
+    module, callback = SummedRegression(0.05 / 8, start=1.0), every_fourth()
     trainer = fit(tmp_path, module, callback, max_steps=500)
     if is_resumed:
         trainer.save_checkpoint(tmp_path / "500.ckpt")
-        module, callback = (
-            SummedRegression(0.05 / 8, start=1.0),
-            GrowingBatchSize(estimator=NoiseEstimator(every_n_steps=4)),
-        )
+        module, callback = SummedRegression(0.05 / 8, start=1.0), every_fourth()
         fit(tmp_path, module, callback, max_steps=800, ckpt_path=tmp_path / "500.ckpt")
     else:
         trainer.fit_loop.epoch_loop.max_steps = 800
@@ -97,19 +95,19 @@ def test_growth_that_was_taken_back_is_not_tried_again(tmp_path, is_resumed):
 
 @pytest.mark.parametrize("optimizer", [{"rate": 1e-5, "momentum": 0.9}, {"rate": 1e-4, "optimizer": torch.optim.Adam}])
 def test_the_batch_stays_while_steps_descend(tmp_path, optimizer):
-    callback = GrowingBatchSize(estimator=NoiseEstimator(every_n_steps=4))
+    callback = every_fourth()
     fit(tmp_path, Regression(start=3.0, **optimizer), callback, max_steps=500)
     assert set(sizes(callback)) == {8}
 
 
 def test_a_theta_that_is_given_does_not_wait(tmp_path):
-    callback = GrowingBatchSize(theta=0.5, estimator=NoiseEstimator(every_n_steps=4))
+    callback = every_fourth(theta=0.5)
     fit(tmp_path, Regression(1e-5, start=1.5), callback, max_steps=100)
     assert callback.records[-1]["batch_size"] > 8
 
 
 def test_where_the_rate_grows_too_each_doubling_waits_for_a_window_of_steps(tmp_path):
-    callback = GrowingBatchSize(scale_lr="sqrt", estimator=NoiseEstimator(every_n_steps=4))
+    callback = every_fourth(scale_lr="sqrt")
     fit(tmp_path, Regression(0.05, start=1.0), callback, max_steps=SHORTEST + 100)
     samples = 8 * SHORTEST
     assert {record["batch_size"] for record in callback.records if record["samples"] <= samples} == {8}
@@ -118,7 +116,7 @@ def test_where_the_rate_grows_too_each_doubling_waits_for_a_window_of_steps(tmp_
 
 def resumable(tmp_path, **options):
     """A run with checkpoints in a window of the test, among the gradients at its end, and after it."""
-    module, callback = Regression(0.05, start=1.0), GrowingBatchSize(estimator=NoiseEstimator(every_n_steps=4))
+    module, callback = Regression(0.05, start=1.0), every_fourth()
     checkpoints = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=51, save_top_k=-1)
     fit(tmp_path, module, callback, 400, checkpoints, **options)
     return module.layer.weight.detach(), callback.records

@@ -88,9 +88,9 @@ class GrowingBatchSize(Callback):
         theta: θ > 0 of the norm test: the relative error that the mean gradient may have. 1 is the gradient noise
             scale. None: 0.5, the paper's value, if the module has its own statistics; else 1, and the batch grows only
             when noise undoes the progress, or with ``scale_lr``. Infinite: no norm test.
-        schedule: sizes set by hand, without measuring: ``SAMPLES:SIZE`` entries such as ``"0:32 50_000:128"``. Each
-            holds from the first step that begins after so many samples; until the first one, the loaders keep their own
-            size. Sizes may fall.
+        schedule: sizes set by hand, without measuring: ``SAMPLES:SIZE`` entries such as ``"0:32 50K:128 1.5M:512"``,
+            with K for thousand and M for million. Each holds from the first step that begins after so many samples;
+            until the first one, the loaders keep their own size. Sizes may fall.
         scale_lr: how the learning rate follows the batch size n from the first one, n₀, within the steps of all
             optimizers; outside of them the configured rate is seen. ``"sqrt"``: by √(n/n₀), for Adam and its variants.
             ``"linear"``: by n/n₀, up to the noise scale if that is measured, for SGD. ``"adascale"``: by AdaScale's

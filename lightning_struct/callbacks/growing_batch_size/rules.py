@@ -7,6 +7,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import pairwise
 
 from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics
@@ -18,7 +19,9 @@ from lightning_struct.utilities.namespaces import MisconfigurationException
 LONGEST_WAIT = 100
 
 FORM = "SAMPLES:SIZE entries with spaces between them, such as '0:32 50_000:128'"
-ENTRY = re.compile(r"([0-9]+(?:_[0-9]+)*):([0-9]+(?:_[0-9]+)*)")
+# Samples may have a fraction before K (thousand) or M (million).
+ENTRY = re.compile(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+(?=[KM]))?)([KM]?):([0-9]+(?:_[0-9]+)*)")
+_FACTORS = {"": 1, "K": 1_000, "M": 1_000_000}
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ class SampleSchedule:
         """Read a schedule from its text, entries ``SAMPLES:SIZE`` with spaces between them.
 
         Args:
-            text: such as ``"0:32 50_000:128"``.
+            text: such as ``"0:32 50_000:128"``, or ``"0:32 50K:128 1.5M:512"`` with thousands and millions.
             max_batch_size: largest size that is allowed.
 
         Raises:
@@ -163,7 +166,7 @@ class SampleSchedule:
             match = ENTRY.fullmatch(word[0])
             if match is None:
                 raise MisconfigurationException(f"{place} cannot be read: a schedule is {FORM}")
-            samples, size = int(match[1]), int(match[2])
+            samples, size = int(Decimal(match[1]) * _FACTORS[match[2]]), int(match[3])
             if size < 1:
                 raise MisconfigurationException(f"{place} has a batch size below 1")
             if max_batch_size is not None and size > max_batch_size:

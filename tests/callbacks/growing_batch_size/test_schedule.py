@@ -21,6 +21,10 @@ def test_the_size_is_that_of_the_last_entry_reached(samples, size):
     assert SampleSchedule.parse("0:32 50_000:128\n200000:16").batch_size(samples) == size
 
 
+def test_samples_may_be_given_in_thousands_and_millions():
+    assert SampleSchedule.parse("0:768 250K:1536 1.5M:3072").entries == ((0, 768), (250_000, 1536), (1_500_000, 3072))
+
+
 def test_before_the_first_entry_there_is_no_size():
     assert SampleSchedule.parse("100:32").batch_size(99) is None
 
@@ -31,6 +35,7 @@ def test_before_the_first_entry_there_is_no_size():
         ("0:32 50000-128", r"entry 2, '50000-128' \(at character 6\), cannot be read: .*'0:32 50_000:128'"),
         ("0:32, 50_000:128", r"entry 1, '0:32,' .* cannot be read"),
         ("0:3.5", "entry 1, '0:3.5' .* cannot be read"),
+        ("1.5:32", "entry 1, '1.5:32' .* cannot be read"),
         ("-1:32", "entry 1, '-1:32' .* cannot be read"),
         ("1__0:32", "entry 1, '1__0:32' .* cannot be read"),
         ("0:0", "entry 1, '0:0' .* a batch size below 1"),

@@ -124,10 +124,7 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(self.blocks(tokens)).mean(1))
 
 
-NETWORKS: dict[str, type[Perceptron | VisionTransformer]] = {
-    "perceptron": Perceptron,
-    "transformer": VisionTransformer,
-}
+NETWORKS: dict[str, type[Perceptron | VisionTransformer]] = {"perceptron": Perceptron, "transformer": VisionTransformer}
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

@@ -319,11 +319,7 @@ class TrainingClock(L.Callback):
     """
 
     def __init__(
-        self,
-        bound: float | None = None,
-        *,
-        count_validation: bool = True,
-        now: Callable[[], float] = time.process_time,
+        self, bound: float | None = None, *, count_validation: bool = True, now: Callable[[], float] = time.process_time
     ) -> None:
         self.bound, self.count_validation = bound, count_validation
         self._now = now

@@ -171,10 +171,7 @@ def measure_decay(options: argparse.Namespace) -> None:
             others: list[Tensor] = []
             for name, parameter in network.named_parameters():
                 (operators if "subdiagonal" in name or "corner" in name else others).append(parameter)
-            groups = [
-                {"params": others, "weight_decay": decay},
-                {"params": operators, "weight_decay": of_operators},
-            ]
+            groups = [{"params": others, "weight_decay": decay}, {"params": operators, "weight_decay": of_operators}]
             right.append(100 - 100 * train(network, torch.optim.AdamW(groups, lr=1e-3), data, seed)[1])
         harness.print_row(f"{decay:g}", f"{of_operators:g}", harness.spread(right, "{:.1f}"))
 

@@ -68,17 +68,7 @@ from lightning_struct.models import Classifier, lenet, single_hidden_layer
 from lightning_struct.models.structured import LayerOfSizes
 from lightning_struct.nn import PrunedLinear, reduced_hidden_units
 from paper_tables import DATA, Way, paper_accuracy
-from structured_classes import (
-    BUDGETED,
-    CLASSES,
-    LABELS,
-    RANKED,
-    UNRANKED,
-    BestWeights,
-    finished,
-    title,
-    ways_in,
-)
+from structured_classes import BUDGETED, CLASSES, LABELS, RANKED, UNRANKED, BestWeights, finished, title, ways_in
 
 DEFAULT_CLASSES = tuple(name for name in CLASSES if name not in ("cauchy_like", *BUDGETED))
 DEFAULT_RANKS: dict[str, Sequence[int]] = {"ldr_td": (1,), "ldr_sd": (1,), **dict.fromkeys(BUDGETED, (1,))}

@@ -24,7 +24,7 @@ MAY_IMPORT = ON_TORCH | STATEFUL | ON_LIGHTNING | {"strategies": {"mixins"}, "re
 # Private names that may be used beside Lightning: of Python's named tuples and its argparse, of torch's DataLoader and
 # compiled modules, and the one that Lightning's documentation gives to callbacks for their ``state_key``.
 PRIVATE_NAMES_TO_USE = {
-    *("_asdict", "_fields", "_replace", "_actions", "_iterator", "_compiled_call_impl", "_generate_state_key"),
+    *("_asdict", "_fields", "_replace", "_actions", "_iterator", "_compiled_call_impl", "_generate_state_key")
 }
 
 

@@ -22,10 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.hub import tqdm
 
-from lightning_struct.functional.structured.operators import (
-    DisplacementOperator,
-    SubdiagonalOperator,
-)
+from lightning_struct.functional.structured.operators import DisplacementOperator, SubdiagonalOperator
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense
 from lightning_struct.functional.structured.tridiagonal import tridiagonal_to_dense
 

@@ -15,14 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_struct import RLS, RLSOptimization
-from tests.mixins.helpers import (
-    SHFNetwork,
-    draw_loader,
-    make_trainer,
-    regression_data,
-    validation_loader,
-    weights,
-)
+from tests.mixins.helpers import SHFNetwork, draw_loader, make_trainer, regression_data, validation_loader, weights
 from tests.mixins.rls_helpers import AutomaticNetwork, ManualNetwork, PaperNetwork, squared_error
 
 

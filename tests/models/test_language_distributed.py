@@ -32,12 +32,7 @@ class Notes(L.Callback):
 def fit(directory, **options):
     torch.manual_seed(0)
     model = LanguageModel(
-        30,
-        6,
-        5,
-        partial(LDRSubdiagonal, rank=2),
-        dropout=0.0,
-        optimizer=partial(torch.optim.SGD, lr=2.0),
+        30, 6, 5, partial(LDRSubdiagonal, rank=2), dropout=0.0, optimizer=partial(torch.optim.SGD, lr=2.0)
     )
     data = TextCorpusDataModule(
         batch_size=4,

@@ -35,10 +35,7 @@ def test_single_hidden_layer_counts_are_those_of_tables_1_and_8(pixels, classes,
     assert parameters(single_hidden_layer(pixels, classes, hidden=hidden)) == count
 
 
-@pytest.mark.parametrize(
-    ("hidden", "count"),
-    [(15, 11_935), (45, 35_785)],
-)
+@pytest.mark.parametrize(("hidden", "count"), [(15, 11_935), (45, 35_785)])
 def test_lenet_counts_are_those_of_table_9(hidden, count):
     assert fully_connected_parameters(lenet(hidden=hidden)) == count
 

@@ -378,19 +378,11 @@ ADD = partial(add_adapters, factory=LowRank)
         (made, partial(ADD, dropout=1), "^dropout must be"),
         (made, partial(ADD, scale=0.0), "^scale must be finite and not 0"),
         (made, partial(ADD, scale="1"), "^scale must be finite and not 0.*but is '1'"),
-        (
-            made,
-            partial(ADD, learned_diagonals="all"),
-            "^learned_diagonals must be one of 'none', 'outputs', 'both'",
-        ),
+        (made, partial(ADD, learned_diagonals="all"), "^learned_diagonals must be one of 'none', 'outputs', 'both'"),
         (made, merge_adapters, "Sequential has no adapters: call add_adapters"),
         (made, adapter_state_dict, "Sequential has no adapters: call add_adapters"),
         (lambda: nn.Sequential(nn.LazyLinear(8)), ADD, "no shape yet"),
-        (
-            lambda: nn.Sequential(OwnForward(8, 2)),
-            ADD,
-            "no adapter for 0: .*forward",
-        ),
+        (lambda: nn.Sequential(OwnForward(8, 2)), ADD, "no adapter for 0: .*forward"),
     ],
 )
 def test_errors_say_what_is_wrong_and_leave_the_model_as_it_was(model, call, message):

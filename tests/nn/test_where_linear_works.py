@@ -235,8 +235,7 @@ def compiled_gradients(layer, x):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name in ("ldr_sd", "ldr_td") else pytest.param(name, marks=pytest.mark.slow) for name in CLASSES],
+    "name", [name if name in ("ldr_sd", "ldr_td") else pytest.param(name, marks=pytest.mark.slow) for name in CLASSES]
 )
 def test_one_graph_is_compiled_in_training_and_in_eval_mode(name):
     torch.manual_seed(0)

@@ -85,14 +85,7 @@ def value_at(module: nn.Module, loss: str, inputs: Tensor, targets: Tensor, weig
 
 
 def dense_direction(
-    model: DenseModel,
-    weights: Tensor,
-    start: Tensor,
-    *,
-    damping: float,
-    center: str,
-    weight: Tensor,
-    l2: float,
+    model: DenseModel, weights: Tensor, start: Tensor, *, damping: float, center: str, weight: Tensor, l2: float
 ) -> Tensor:
     """argmin of the model + ½ l2 ‖w + d‖² + ½ λ² ‖W (d - center)‖², by its normal equations."""
     pull = damping**2 * weight.T @ weight

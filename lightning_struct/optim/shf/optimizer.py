@@ -13,11 +13,7 @@ from lightning_struct.functional.checks import warn
 from lightning_struct.functional.jacobian.losses import GaussNewtonLoss, get_loss
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.solvers.least_squares import RightPreconditioner
-from lightning_struct.optim.requirements import (
-    check_module,
-    refuse_replaced,
-    state_without_hooks,
-)
+from lightning_struct.optim.requirements import check_module, refuse_replaced, state_without_hooks
 from lightning_struct.optim.shf.diagnostics import check_parameters
 from lightning_struct.optim.shf.outputs.steps import OutputSteps
 from lightning_struct.optim.shf.report import StepReport

@@ -83,8 +83,7 @@ SCENARIOS = {
     "kronecker_lsmr": Scenario({"preconditioner": "kronecker", "solver": LSMR(maxiter=20)}),
     "kronecker_cg_l2": Scenario({"preconditioner": Kronecker(interval=2), "solver": "cg", "l2": 0.1}),
     "kronecker_cross_entropy_chunks": Scenario(
-        {"preconditioner": Kronecker(max_size=5), "solver": LSQR(maxiter=20), "chunk_size": 4},
-        loss="cross_entropy",
+        {"preconditioner": Kronecker(max_size=5), "solver": LSQR(maxiter=20), "chunk_size": 4}, loss="cross_entropy"
     ),
     "kronecker_convolution": Scenario({"preconditioner": "kronecker", "solver": LSMR(maxiter=10)}, build=convolution),
     "kronecker_recurrent": Scenario(

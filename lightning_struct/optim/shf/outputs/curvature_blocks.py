@@ -69,10 +69,7 @@ class KroneckerBlock:
         def shape(size: int, diagonal: bool) -> tuple[int, ...]:
             return (self.groups, size) if diagonal else (self.groups, size, size)
 
-        return {
-            "inputs": shape(self.columns, self.diagonal_inputs),
-            "outputs": shape(self.rows, self.diagonal_outputs),
-        }
+        return {"inputs": shape(self.columns, self.diagonal_inputs), "outputs": shape(self.rows, self.diagonal_outputs)}
 
     def sums(self, uses: Sequence[Contribution], gradients: Mapping[str, Tensor], like: Tensor) -> list[Tensor]:
         """Sums over the uses in one chunk, which are added up over chunks and processes."""
@@ -215,9 +212,7 @@ class _Uses:
 
 
 def curvature_blocks(
-    module: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
-    max_size: int | None,
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], max_size: int | None
 ) -> list[CurvatureBlock]:
     """One block for each weight with its bias, if they are always used together, and for each other parameter.
 

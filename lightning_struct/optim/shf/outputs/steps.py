@@ -285,7 +285,7 @@ class OutputSteps(Steps):
         _log.info(
             f"SHF chose solver={name_of(s.solver)!r}, preconditioner={preconditioner}, backend="
             f"{model.linearization.backend!r}, damping={s.damping.initial:.3g} in [{smallest:.2g}, {largest:.2g}] "
-            f"by {name_of(s.damping)!r}, warm_start={s.warm_start.initial:g}, maxiter={s.maxiter}",
+            f"by {name_of(s.damping)!r}, warm_start={s.warm_start.initial:g}, maxiter={s.maxiter}"
         )
 
     def _took_back(self, now: StepState, model: BatchModel) -> bool:

@@ -373,8 +373,8 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         return f"{super().extra_repr()}, method={self.method!r}"
 
     def _all_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        a, b = self.operators
-        return a.subdiagonal, a.corner, b.subdiagonal, b.corner, *self._generators()
+        (a, corner_a), (b, corner_b) = self._entries("a"), self._entries("b")
+        return a, corner_a.squeeze(0), b, corner_b.squeeze(0), *self._generators()
 
     def _square_to_dense(self) -> Tensor:
         return subdiagonal_to_dense(*self._all_weights())

@@ -360,9 +360,9 @@ def _check(*tensors: Tensor) -> None:
     require_generators(G, H)
     for vectors in x:
         require_vectors(vectors, H.shape[0])
-    require_real(**dict(zip(_NAMES, tensors, strict=False)))
+    require_real(**dict(zip(_NAMES[: len(tensors)], tensors, strict=True)))
     shapes: list[tuple[int, ...]] = [(len(G) - 1,), (), (len(H) - 1,), ()]
-    for name, tensor, shape in zip(_NAMES, tensors, shapes, strict=False):
+    for name, tensor, shape in zip(_NAMES[:4], tensors[:4], shapes, strict=True):
         if tensor.shape != shape:
             beside = f"beside G {tuple(G.shape)} and H {tuple(H.shape)}"
             raise ValueError(f"{name} must be of shape {shape} {beside}, not {tuple(tensor.shape)}.")

@@ -90,6 +90,28 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
         *("LowRank", "Circulant", "Fastfood", "RandomizedHadamard", "Monarch", "Butterfly"),
     )
 }
+LAYERS |= {
+    "PrunedLinear": lambda: structured.PrunedLinear(16, 16, parameters=40),
+    "adapters": lambda: structured.add_adapters(nn.Sequential(nn.Linear(16, 16)), structured.LowRank),
+    "StructuredLSTM": lambda: StatesAlone(structured.StructuredLSTM(16, 8, structured.LowRank)),
+    "BlockStructured": lambda: nn.Sequential(nn.Unflatten(1, (1, 4, 4)), blocks()),
+}
+
+
+class StatesAlone(nn.Module):
+    """The outputs of a recurrent layer that reads rows as steps."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+def blocks() -> nn.Module:
+    network = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1))
+    return structured.replace_conv(network, structured.LowRank, example=torch.zeros(1, 1, 4, 4))
 
 
 def shf_steps(name: str) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ help:
 	@echo "make test   all tests, and the examples in docstrings"
 	@echo "make test-oldest  the quick tests, with every twelfth of their cases, on the oldest supported versions (tests/oldest.txt)"
 	@echo "make test-ecosystem  examples of other packages with GrowingBatchSize (tests/ecosystem; installs 7 GB)"
-	@echo "make gpu-trial  benchmarks/gpu.py on small sizes on the CPU: what a GPU would be asked, in three minutes"
+	@echo "make gpu-trial  benchmarks/gpu.py on small sizes on the CPU: what a GPU would be asked, in two minutes"
 	@echo "make lint   ruff: rules and format"
 	@echo "make types  mypy"
 	@echo "make docs   the documentation, into site/"

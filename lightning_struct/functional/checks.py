@@ -1,4 +1,4 @@
-"""Checks of values at a boundary, and the errors that they raise."""
+"""Checks of values at a boundary, the errors that they raise, and warnings."""
 
 from __future__ import annotations
 

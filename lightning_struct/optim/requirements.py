@@ -135,8 +135,8 @@ def warn_of_hidden(names: Sequence[str], optimizer: str) -> None:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         warn(
             f"{optimizer} does not train {', '.join(names[:4])}{more}: the module uses them, and they are not among "
-            "its parameters. Make them attributes that are nn.Parameter, or keep them in an nn.ParameterList or "
-            "nn.ParameterDict"
+            "its parameters. To train them, make them attributes that are nn.Parameter, or keep them in an "
+            "nn.ParameterList or nn.ParameterDict"
         )
 
 

@@ -20,7 +20,8 @@ class ConjugateGradientResult:
 
     Attributes:
         x: the solution, structured like ``b``.
-        iterations: iterations done; each took one product with B.
+        iterations: iterations done; each took one product with B, and one more if only rounding was left or the start
+            solved the system.
         residual: b - B x, by the recurrence, structured like ``b``.
         quadratic: ½ xᵀB x - bᵀx, by the recurrence.
         stop_reason: ``"progress"`` (Martens' rule), ``"residual"``, ``"zero_gradient"`` (the start solves the system),

@@ -76,8 +76,8 @@ class SHF(torch.optim.Optimizer):
             Linear and elementwise layers, else ``"double_backward"`` if possible.
         chunk_size: form products over chunks of this many samples, to save memory.
         held_out: share of each batch, in [0, 1), that is left out of the model and used to measure ρ: its last samples,
-            in eval mode. ρ on the batch itself stays near 1 while the batch is overfitted; this one falls, and the
-            damping rises.
+            of all processes together, in eval mode. ρ on the batch itself stays near 1 while the batch is overfitted;
+            this one falls, and the damping rises.
         seed: seed, together with the number of the step, of the preconditioner's random signs and of the network's own
             draws (dropout).
 

@@ -38,7 +38,9 @@ class LayerCall:
         samples: n, or the sizes that n may have; None: the size of the first dimension.
         rows: sample of each row, (rows,), by the number of rows: of what has other rows than samples, as the nodes and
             edges of graphs.
-        ambiguous: whether the first dimension need not be that of the samples where the second one may be it, too.
+        ambiguous: whether positions may come before samples.
+        module_call: the call of the module in which it was made; see
+            :class:`~lightning_struct.functional.layers.per_sample.module_call.ModuleCall`.
         of_base: whether it is a call of the ``forward`` of the base of the layer's kind, by the layer's own
             ``forward``.
 
@@ -57,6 +59,7 @@ class LayerCall:
     samples: Samples = None
     rows: Mapping[int, Tensor] = field(default_factory=dict)
     ambiguous: bool = False
+    module_call: Any = None
     of_base: bool = False
 
     def argument(self, place: int, name: str, default: Any = _REQUIRED) -> Any:

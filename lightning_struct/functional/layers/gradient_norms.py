@@ -70,6 +70,7 @@ def per_sample_gradient_norms(module: nn.Module) -> Iterator[GradientNorms]:
     """
     begins_without = [p for p in module.parameters() if p.requires_grad and p.grad is None and not is_lazy(p)]
     with GradientNormRecorder(module, check=True) as recorder, ExitStack() as stack:
+        recorder.ambiguous = True
         # after the recorder's own hooks, and before others change the gradients
         for parameter in begins_without:
             handle = parameter.register_post_accumulate_grad_hook(lambda parameter: recorder.verify([parameter]))

@@ -438,7 +438,9 @@ def fit_sequences(tmp_path, batch_first, positions=8):
 
 
 def test_as_many_positions_as_samples_are_not_measured_where_positions_may_come_first(tmp_path):
-    with pytest.warns(UserWarning, match="either of the first two dimensions.*Nothing is measured any more"):
+    with pytest.warns(
+        UserWarning, match=r"which dimension of its tensor of shape \(8, 8, 8\).*Nothing is measured any more"
+    ):
         growing = fit_sequences(tmp_path, batch_first=False)
     assert growing.records == []
 

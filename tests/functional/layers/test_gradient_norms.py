@@ -356,6 +356,43 @@ class Borrowing(nn.Module):
         return nn.functional.linear(self.layer(x) if self.inside else x, self.layer.weight)
 
 
+class Flattened(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.repeat(3, 1))
+
+
+class Positions(nn.Module):
+    """Reads (n, T) tokens at T positions, which come first within it if told so; T may be n by chance."""
+
+    def __init__(self, first: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(9, 3), nn.Embedding(8, 3), nn.Linear(3, 2)
+        self.first, self.calls = first, 0
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        self.total += tokens.sum()
+        embedded = (self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))).tanh()
+        return self.head(embedded.transpose(0, 1)).transpose(0, 1) if self.first else self.head(embedded)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["samples first", "positions first"])
+def test_as_many_positions_as_samples_are_told_apart_by_another_run_without_a_trace(first: bool) -> None:
+    torch.manual_seed(0)
+    module, tokens = Positions(first).double(), torch.randint(0, 9, (5, 5))
+    module.positions.requires_grad_(False)
+    with GradientNormRecorder(module) as recorder:
+        loss_of(module(tokens)).backward()
+    assert (module.calls, module.total) == (1, tokens.sum())
+    found = sum(norms.squared_norms[0] for norms in recorder.results())
+    torch.testing.assert_close(found, per_sample_gradients(module, tokens).square().sum(1), rtol=1e-10, atol=1e-12)
+
+
 class Transposing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -370,15 +407,19 @@ class Transposing(nn.Module):
     [
         (lambda: Borrowing(inside=False), "layer.weight: it is used outside of its own layer"),
         (lambda: Borrowing(inside=True), "layer.weight: its gradient is not the sum of the samples' shares"),
-        (Transposing, "4 and 5.*must be the batch"),
+        (Positions, r"^[^;]*positions.weight: its tensor of shape \(5,\) is the same whatever the number of samples"),
+        (Transposing, r"second.weight: .*\(4, 5\).*5 rows.*must be the batch"),
+        (Flattened, r"layer.weight: .*\(15, 3\).*5 rows"),
         (lambda: nn.Linear(3, 2, dtype=torch.complex64), "weight: it is complex; bias: it is complex"),
     ],
-    ids=["outside", "outside and inside", "other batches", "complex"],
+    ids=["outside", "outside and inside", "positions", "other batches", "flattened", "complex"],
 )
 def test_what_cannot_be_measured_is_named(make: Callable[[], nn.Module], message: str) -> None:
     module = make()
     with per_sample_gradient_norms(module) as norms:
-        module(torch.randn(5, 3, dtype=next(module.parameters()).dtype)).abs().square().sum().backward()
+        tokens = torch.zeros(5, 5, dtype=torch.int64)
+        inputs = torch.randn(5, 3, dtype=next(module.parameters()).dtype)
+        module(tokens if isinstance(module, Positions) else inputs).abs().square().sum().backward()
     with pytest.raises(ValueError, match=message):
         _ = norms.squared_norms
 

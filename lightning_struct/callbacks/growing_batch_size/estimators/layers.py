@@ -22,7 +22,7 @@ from lightning_struct.callbacks.growing_batch_size.estimators.common import (
 )
 from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics, relative_variance
 from lightning_struct.collective import all_reduce, world_size
-from lightning_struct.functional.layers.calls import rows_of_graphs
+from lightning_struct.functional.layers.calls import rows_of_graphs, tensors_in
 from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
 from lightning_struct.functional.layers.per_sample.layer_contributions import runs_again
 from lightning_struct.functional.layers.per_sample.pass_records import Checksums
@@ -119,6 +119,7 @@ class SampleGradients(GradientEstimator):
         expected = set(expected_sizes)
         self._recorder.samples = expected & first or expected & second or expected | first or None
         self._recorder.rows = rows_of_graphs(batch)
+        self._recorder.batch = tensors_in(batch)
         self._recorder.reseed(step - 1)
 
     def pause(self) -> None:

@@ -28,7 +28,11 @@ from lightning_struct.functional.layers.per_sample import Contribution, Dense, L
 from lightning_struct.functional.layers.per_sample.contributions import NUMBERS_AT_A_TIME, at_least_float32, row_norms
 from lightning_struct.functional.layers.per_sample.convolution import Convolution, pad_argument
 from lightning_struct.functional.layers.per_sample.recurrent import cell_contributions, recurrent_contributions
-from lightning_struct.functional.layers.per_sample.sample_layout import check_decided, has_active_dropout, sample_layout
+from lightning_struct.functional.layers.per_sample.sample_layout import (
+    decided_dimension,
+    has_active_dropout,
+    sample_layout,
+)
 from lightning_struct.functional.layers.recognition import run_with
 from lightning_struct.functional.layers.registry import (
     base_call,
@@ -135,9 +139,10 @@ def _place_of_samples(outputs: Sequence[Tensor], call: LayerCall) -> _Place:
         Uncovered: there is none, there are several, or the rows of a sample need not be consecutive.
     """
     admissible = admissible_sizes(call.samples)
-    for output in outputs:
-        check_decided(output.shape, output.ndim - 1, call)
+    decided = {decided_dimension(output.shape, output.ndim - 1, call) for output in outputs}
     first, second = ({output.shape[k] if output.ndim > k else 0 for output in outputs} for k in (0, 1))
+    if decided == {1} and len(second) == 1:
+        return _Place(min(second), dimension=1)
     if len(first) == 1 and (size := min(first)) and (admissible is None or size in admissible):
         return _Place(size)
     if admissible is not None and len(second) == 1 and (size := min(second)) in admissible:
@@ -335,7 +340,7 @@ def _affine(call: LayerCall) -> dict[str, Contribution]:
 def _embedding(call: LayerCall) -> dict[str, Contribution]:
     layer, indices, delta = call.layer, call.input, call.cotangent
     # One dimension that is not n counts positions, most likely, and the table's rows were spread over the samples.
-    layout = sample_layout(indices.shape, indices.ndim, call, groups=indices.ndim > 1)
+    layout = sample_layout(indices.shape, indices.ndim, call, ids=indices if indices.ndim == 1 else None)
     if layer.padding_idx is not None:
         delta = delta.masked_fill((indices == layer.padding_idx)[..., None], 0)
     if layer.scale_grad_by_freq:

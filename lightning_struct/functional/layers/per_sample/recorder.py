@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.functional.checks import first_line
-from lightning_struct.functional.layers.calls import LayerCall, Samples, tensors_in
+from lightning_struct.functional.layers.calls import LayerCall, Samples, admissible_sizes, tensors_in
 from lightning_struct.functional.layers.kinds import couples_samples
 from lightning_struct.functional.layers.per_sample.contributions import Contribution, Dense, Uncovered, squared_norms
 from lightning_struct.functional.layers.per_sample.inner_calls import (
@@ -33,6 +33,7 @@ from lightning_struct.functional.layers.per_sample.layer_contributions import (
     has_rule,
     runs_again,
 )
+from lightning_struct.functional.layers.per_sample.module_call import ModuleCall, places
 from lightning_struct.functional.layers.per_sample.pass_records import (
     ArrivedShares,
     Checksums,
@@ -92,8 +93,8 @@ class GradientNormRecorder:
 
     Args:
         module: a plain module, not a wrapper that replaces it when it is called.
-        samples: n, or the sizes that it may have; if None, the size of the first dimension of each layer's input. May
-            be set before each forward pass. See
+        samples: n, or the sizes that it may have; if None, the size of the first dimension of each layer's input, which
+            a tensor that the module reads must have, too. May be set before each forward pass. See
             :func:`~lightning_struct.functional.layers.per_sample.layer_contributions.contributions`.
         probes: if not None, norms that are expensive are estimated by so many random projections, without bias; see
             :func:`~lightning_struct.functional.layers.per_sample.contributions.squared_norms`.
@@ -109,8 +110,15 @@ class GradientNormRecorder:
         rows: the sample of each row, (rows,), by the number of rows, of inputs that have other rows than samples, such
             as nodes and edges of graphs; see
             :func:`~lightning_struct.functional.layers.calls.rows_of_graphs`.
-        ambiguous: whether layers are uncovered that read tensors of which the first two dimensions both have a size
-            that n may have; else the first is taken.
+        batch: tensors of the batch. If the module is not called itself, a part of it that reads one of them stands for
+            it below.
+        ambiguous: whether positions may come first: layers are uncovered that read k·n rows, or outside of the module's
+            call a tensor of which both of the first two dimensions may be n. Else each k rows in a row are taken for
+            one sample, and the first dimension for n.
+
+    If by chance both of the first two dimensions of what a layer reads have a size that n may have, or if a table is
+    read by ids (n,) that are no part of what the module reads, the module is run once more with one sample less, which
+    shows the dimension of the samples; what has none is uncovered.
 
     Raises:
         ValueError: ``uncovered`` is neither ``"raise"`` nor ``"skip"``; ``probes`` is below 1.
@@ -140,6 +148,7 @@ class GradientNormRecorder:
             raise ValueError(f"probes must be at least 1, or None for exact norms, got {probes}")
         self.samples = samples
         self.rows: Mapping[int, Tensor] = {}
+        self.batch: Sequence[Tensor] = ()
         self.ambiguous = False
         self.check = check
         self._module, self._probes, self._raises, self._seed = module, probes, uncovered == "raise", seed
@@ -151,6 +160,9 @@ class GradientNormRecorder:
         self._projection_seed, self._part = seed, part
         self._random_states: dict[nn.Module, RandomState] = {}
         self._watching: dict[nn.Module, RecordedCalls | InnerCalls] = {}
+        self._module_call: ModuleCall | None = None
+        self._latest_call: ModuleCall | None = None
+        self._no_call = ModuleCall(module, (), {}, (), self._running_again)
         self._rerunning = False
         self._warned: set[str] = set()
         self._without_rule: dict[nn.Module, str] = {}
@@ -193,6 +205,11 @@ class GradientNormRecorder:
                 self._without_rule[layer] = f"{name or 'the module'} ({type(layer).__name__})"
             with self._excused(parameters.values()):  # a ScriptModule takes no hooks
                 self._hook(layer)
+        for name, part in self._module.named_modules():
+            if "parametrizations" not in name.split(".") and not isinstance(part, torch.jit.ScriptModule):
+                before, after = self._guarded(self._before_module), self._guarded(self._after_module)
+                self._handles.append(part.register_forward_pre_hook(before, with_kwargs=True))
+                self._handles.append(part.register_forward_hook(after, always_call=True))
         for parameter in self._names:
             self._watch(parameter)
 
@@ -216,6 +233,7 @@ class GradientNormRecorder:
             watching.__exit__()
         of_hooks: tuple[Any, ...] = (self._handles, self._watched, self._layers, self._watching)
         of_passes: tuple[Any, ...] = (self._faults, self._arrived, self._random_states)
+        self._module_call = self._latest_call = None
         for held in of_hooks + of_passes:
             held.clear()
 
@@ -307,6 +325,25 @@ class GradientNormRecorder:
     def _is_measured(self, layer: nn.Module) -> bool:
         return layer in self._layers and not self._rerunning and torch.is_grad_enabled()
 
+    def _before_module(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._module_call is not None or self._rerunning or not torch.is_grad_enabled() or current_backward() != -1:
+            return
+        if part is self._module or not places(tensors_in((args, kwargs))).isdisjoint(places(self.batch)):
+            sizes = admissible_sizes(self.samples)
+            self._module_call = self._latest_call = ModuleCall(part, args, kwargs, sizes, self._running_again)
+
+    def _after_module(self, part: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+        if self._module_call is not None and self._module_call.module is part and not self._rerunning:
+            self._module_call = None
+
+    @contextmanager
+    def _running_again(self, call: ModuleCall) -> Iterator[None]:
+        outer, self._module_call, self._rerunning = self._module_call, call, True
+        try:
+            yield
+        finally:
+            self._module_call, self._rerunning = outer, False
+
     def _before_forward(
         self,
         watch: Callable[[], RecordedCalls | InnerCalls] | None,
@@ -322,6 +359,9 @@ class GradientNormRecorder:
             self._random_states[layer] = random_state(*tensors_in((args, kwargs)))
 
     def _after_forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        if self._module_call is not None:
+            read = tensors_in((args, kwargs, outputs))
+            self._module_call.shapes.append((layer, [tensor.shape for tensor in read if not tensor.is_nested]))
         state = self._random_states.pop(layer, None) if self._random_states else None
         watching = self._watching.pop(layer, None) if self._watching else None
         if watching is not None:
@@ -330,7 +370,10 @@ class GradientNormRecorder:
                 return  # the call has failed
         elif not self._is_measured(layer):
             return
+        # A checkpointed part runs again in the backward pass, outside of the module's call.
+        module_call = (self._module_call if current_backward() == -1 else self._latest_call) or self._no_call
         of_pass: dict[str, Any] = {"samples": self.samples, "rows": self.rows, "ambiguous": self.ambiguous}
+        of_pass["module_call"] = module_call
         call = LayerCall(layer, args, kwargs, outputs, **of_pass)
         if not isinstance(watching, RecordedCalls):
             inner = [] if watching is None else [(replace(made, **of_pass), before) for made, before in watching.calls]

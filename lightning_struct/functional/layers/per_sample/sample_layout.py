@@ -39,41 +39,63 @@ class SampleLayout:
         return tensor.reshape(self.samples, -1, *features)
 
 
-def sample_layout(size: Sequence[int], leading: int, call: LayerCall, *, groups: bool = True) -> SampleLayout:
+def sample_layout(size: Sequence[int], leading: int, call: LayerCall, *, ids: Tensor | None = None) -> SampleLayout:
     """Layout of the samples among the first ``leading`` dimensions of an input of this size; see
     :func:`~lightning_struct.functional.layers.per_sample.layer_contributions.contributions`.
+
+    ``ids`` (k,) are the input of a table; they may belong to positions as well as to samples.
 
     Raises:
         Uncovered: none of them is that of the samples, or several may be.
     """
     if leading < 1:
         raise Uncovered(f"it read a tensor of shape {tuple(size)}, which has no dimension of samples")
-    check_decided(size, leading, call)
+    dimension = decided_dimension(size, leading, call, ids)
+    if dimension is not None:
+        return SampleLayout(size[dimension], dimension, leading)
     admissible = admissible_sizes(call.samples)
     if admissible is None:
+        if call.module_call is not None and call.module_call.sizes and size[0] not in call.module_call.sizes:
+            read = " or ".join(map(str, sorted(set(call.module_call.sizes))))
+            shape = f"it read a tensor of shape {tuple(size)} where the module reads {read} rows"
+            raise Uncovered(f"{shape}: the first dimension of every layer's input must be the batch")
         return SampleLayout(size[0], 0, leading)
     for dimension in range(min(leading, 2)):
         if size[dimension] in admissible:
             return SampleLayout(size[dimension], dimension, leading)
     if len(admissible) == 1 and (sample_of_row := call.rows.get(size[0])) is not None:
         return SampleLayout(admissible[0], 0, leading, sample_of_row)
-    if groups and len(admissible) == 1 and size[0] % admissible[0] == 0:
+    if ids is None and len(admissible) == 1 and size[0] % admissible[0] == 0:
+        if call.ambiguous:
+            rows = f"the rows of its tensor of shape {tuple(size)} may have positions or samples first"
+            raise Uncovered(f"{rows}, as the module has layers with batch_first=False")
         return SampleLayout(admissible[0], 0, leading)
     numbers = " or ".join(map(str, admissible))
     raise Uncovered(f"it read a tensor of shape {tuple(size)}, in which no dimension is that of {numbers} samples")
 
 
-def check_decided(size: Sequence[int], leading: int, call: LayerCall) -> None:
-    """Raise where either of the first two dimensions, of the ``leading`` ones, may be that of the samples.
+def decided_dimension(size: Sequence[int], leading: int, call: LayerCall, ids: Tensor | None = None) -> int | None:
+    """The dimension of the samples if the sizes do not tell it, by another run of the module; None if they do.
+
+    Args:
+        size, leading, ids: as for :func:`sample_layout`; also of an output.
+        call: of the layer.
 
     Raises:
-        Uncovered: the call is ambiguous, and both have a size that n may have.
+        Uncovered: it cannot be found.
     """
-    admissible = admissible_sizes(call.samples)
-    if call.ambiguous and leading > 1 and admissible is not None and set(size[:2]) <= set(admissible):
-        either = "either of the first two dimensions may be that of the samples"
-        why = "as the module has layers with batch_first=False"
-        raise Uncovered(f"of its tensor of shape {tuple(size)} {either}, {why}")
+    admissible, module_call = admissible_sizes(call.samples), call.module_call
+    if module_call is None or size[0] < 2 or not (admissible is None or size[0] in admissible):
+        return None
+    if leading > 1:
+        is_decided = size[0] != size[1] if admissible is None else size[1] not in admissible
+        is_decided = is_decided or not (call.ambiguous or module_call.sizes)
+    else:
+        is_decided = ids is None or module_call.holds(ids)
+    if is_decided:
+        return None
+    dimension: int = module_call.sample_dimension(call.layer, size)
+    return dimension
 
 
 # Relative to the norm of the output. Another mask changes it by about the square root of the dropout probability;

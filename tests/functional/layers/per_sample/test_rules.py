@@ -304,6 +304,7 @@ UNCOVERED: dict[str, tuple[Callable[[], nn.Module], Tensor, Samples, dict[int, T
     "vector": (lambda: nn.Linear(3, 4), gaussian(3), None, {}, r"\(3,\)"),
     "other number": (lambda: nn.Linear(3, 4), gaussian(5, 3), 3, {}, r"\(5, 3\)"),
     "ambiguous": (lambda: nn.Linear(3, 4), gaussian(6, 3), [2, 3], {}, r"\(6, 3\).* 2 or 3 samples"),
+    "positions first": (lambda: nn.Linear(3, 4), gaussian(10, 3), 5, {}, r"\(10, 3\) may have positions or samples"),
     "one image": (lambda: nn.Conv2d(2, 3, 3), gaussian(2, 5, 5), None, {}, r"\(2, 5, 5\)"),
     "positions": (lambda: nn.Embedding(8, 3), torch.arange(8), 4, {}, r"\(8,\)"),
     "one sequence": (lambda: nn.InstanceNorm1d(3, affine=True), gaussian(3, 5), None, {}, r"\(3, 5\)"),
@@ -322,7 +323,11 @@ def test_calls_that_cannot_be_read_by_sample_are_uncovered(case: str) -> None:
     outputs = layer(inputs).detach()
     state = [buffer.clone() for buffer in layer.buffers()]
     with pytest.raises(Uncovered, match=message):
-        contributions(LayerCall(layer, (inputs,), {}, outputs, [torch.ones_like(outputs)], samples, rows))
+        contributions(
+            LayerCall(
+                layer, (inputs,), {}, outputs, [torch.ones_like(outputs)], samples, rows, case == "positions first"
+            )
+        )
     assert state == list(layer.buffers())  # running it again leaves its state alone
 
 

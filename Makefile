@@ -9,13 +9,14 @@ INSTALLED_ECOSYSTEM := $(VENV_ECOSYSTEM)/.installed
 # The processes of the tests share what one of them compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help environments demo test test-oldest test-ecosystem gpu-trial lint types docs clean
+.PHONY: help environments demo test test-oldest test-ecosystem test-site gpu-trial lint types docs clean
 
 help:
 	@echo "make demo   train a small autoencoder with SHF and draw its curves (about two minutes)"
 	@echo "make test   all tests, and the examples in docstrings"
 	@echo "make test-oldest  the quick tests, with every twelfth of their cases, on the oldest supported versions (tests/oldest.txt)"
 	@echo "make test-ecosystem  examples of other packages with GrowingBatchSize (tests/ecosystem; installs 7 GB)"
+	@echo "make test-site  the documentation in a headless Chromium (Debian: apt-get install chromium)"
 	@echo "make gpu-trial  benchmarks/gpu.py on small sizes on the CPU: what a GPU would be asked, in two minutes"
 	@echo "make lint   ruff: rules and format"
 	@echo "make types  mypy"
@@ -50,6 +51,9 @@ test-oldest: $(INSTALLED_OLDEST)
 
 test-ecosystem: $(INSTALLED_ECOSYSTEM)
 	OMP_NUM_THREADS=1 $(VENV_ECOSYSTEM)/bin/python -m pytest -W ignore tests/ecosystem
+
+test-site: docs
+	$(VENV)/bin/python -m pytest tests/site
 
 gpu-trial: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/gpu.py --device cpu --short --file $(VENV)/gpu.jsonl

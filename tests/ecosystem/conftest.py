@@ -11,17 +11,6 @@ import torch
 pytest.register_assert_rewrite("tests.ecosystem.harness")
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave this directory out of a run of all tests."""
-    here = Path(__file__).parent
-    asked_for = any(here == path or here in path.parents for path in map(_path, config.args))
-    return None if asked_for else True
-
-
-def _path(argument: str) -> Path:
-    return Path(argument.split("::")[0]).resolve()
-
-
 @pytest.fixture(autouse=True)
 def _quiet_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)

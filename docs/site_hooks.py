@@ -1,14 +1,18 @@
-"""Hooks of mkdocs: pages whose source stands in the root of the repository, and a check of the reference."""
+"""Hooks of mkdocs: pages from the root of the repository, equations as MathML, and a check of the reference."""
 
 import ast
+import re
+from html import unescape
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import BuildError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[([](.*?)\\[])]</\1>', flags=re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -17,6 +21,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         content = (ROOT / source).read_text().replace("](docs/", "](")
         files.append(File.generated(config, page, content=content))
     return files
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Typeset the equations of a page, so that the reader's browser needs no script and no other host."""
+
+    def mathml(found: re.Match[str]) -> str:
+        return convert(unescape(found[2]), display="block" if found[1] == "div" else "inline")
+
+    return EQUATION.sub(mathml, html)
 
 
 def on_post_build(config: MkDocsConfig) -> None:

@@ -15,8 +15,8 @@ shuffling ``DataLoader`` and a fixed rate, but where a cosine schedule is named.
 
 The ways are fixed batches of 1, 2, 4 and 8 times that size at the same rate; the doubling of the batch with the rate
 times √2 (OLMo, arXiv 2505.23971) after 1/8 and 3/8 of the samples; a linear ramp to 8 times the size at the same rate;
-and ``GrowingBatchSize()``, without arguments, with ``scale_lr="sqrt"`` and, where the optimizer is SGD,
-``scale_lr="adascale"``. Schedules know how many samples there will be, the callback does not.
+and ``GrowingBatchSize()``, without arguments and with ``scale_lr="sqrt"``. Schedules know how many samples there will
+be, the callback does not.
 
 A run ends after so many CPU seconds of training, validations not counted; that with a cosine after its epochs. The loss
 of a run is the lowest validation loss so far, which is what a checkpoint callback would keep; it is measured 32 times
@@ -241,15 +241,10 @@ TASKS = {
 
 FIXED = {f"fixed ×{multiple}": multiple for multiple in MULTIPLES}
 DOUBLING, RAMP, DEFAULT = "doubling, rate ×√2", "linear ramp", "`GrowingBatchSize()`"
-SCALED, ADASCALE = '`scale_lr="sqrt"`', '`scale_lr="adascale"`'
+SCALED = '`scale_lr="sqrt"`'
 GROWING = (DEFAULT, SCALED)
 DRAWN = ("fixed ×1", "fixed ×2", DOUBLING, *GROWING)
-WAYS = (*FIXED, DOUBLING, RAMP, DEFAULT, SCALED, ADASCALE)
-
-
-def is_for(way: str, task: Task) -> bool:
-    """AdaScale's gain is derived for SGD."""
-    return way != ADASCALE or getattr(task.optimizer, "func", None) is torch.optim.SGD
+WAYS = (*FIXED, DOUBLING, RAMP, DEFAULT, SCALED)
 
 
 def callback(way: str, task: Task) -> GrowingBatchSize | None:
@@ -265,8 +260,6 @@ def callback(way: str, task: Task) -> GrowingBatchSize | None:
         return GrowingBatchSize()
     if way == SCALED:
         return GrowingBatchSize(scale_lr="sqrt")
-    if way == ADASCALE:
-        return GrowingBatchSize(scale_lr="adascale")
     return None
 
 
@@ -486,7 +479,6 @@ def main() -> None:
         for seed in options.seeds
         for name in options.tasks
         for way in options.ways
-        if is_for(way, TASKS[name])
     ]
     if runs := harness.run_jobs(output, jobs, options.jobs):
         report(runs)

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_struct.data.resizable_batches import ResizableBatchSampler
+from lightning_struct.functional.checks import first_line
 from lightning_struct.utilities.checks import known_length
 from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.random_states import (
@@ -48,6 +49,8 @@ class ResizableLoader:
         sizes_read: samples of the last few of them. A stream's are counted as they are collated, unless the loader's
             class has its own ``__iter__``: then they are those that were asked for.
         nominal: while it is true, ``len(loader)`` is what it was before: as if no size had been changed.
+        on_split: is called with the samples of a batch that ``collate_fn`` could not put together, and with its error,
+            before they are read in batches of the first size instead; None: that ends the pass.
 
     Raises:
         MisconfigurationException: the loader cannot be resized; the message says why and what to do.
@@ -62,6 +65,7 @@ class ResizableLoader:
             )
         self.delivered = 0
         self.nominal = False
+        self.on_split: Callable[[int, str], None] | None = None
         self.iterable = isinstance(loader.dataset, IterableDataset)
         source: Any = loader.batch_sampler
         self._class = type(loader)
@@ -76,9 +80,7 @@ class ResizableLoader:
         self._resume: Position | None = None
         self._began_from: RandomStates | None = None
         self._workers: Any = None
-        members: dict[str, Any] = {"_resizable": self}
-        if self._counts:
-            members["collate_fn"] = property(lambda loader: _CountingCollate(vars(loader)["collate_fn"]))
+        members: dict[str, Any] = {"_resizable": self, "collate_fn": property(self._collate)}
         self.loader: DataLoader = object.__new__(type(self._class.__name__, (_Resizable, self._class), members))
         self.loader.__dict__ = loader.__dict__
 
@@ -251,15 +253,30 @@ class ResizableLoader:
         self.delivered = position["delivered"]
         return self._deliver(iterator)
 
+    def _collate(self, loader: DataLoader) -> Callable[[list[Any]], Any]:
+        collate = vars(loader)["collate_fn"]
+        if self._counts:
+            collate = _CountingCollate(collate)
+        if self.on_split is None or self.sampler.merges:
+            return collate
+        return _SplittingCollate(collate, self.first_batch_size)
+
     def _deliver(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        for batch in iterator:
+        for item in iterator:
             self._resume = None
-            self.delivered += 1
-            samples = self.sampler.asked_for.popleft() if self.sampler.asked_for else 0
-            if self._counts:
-                samples, batch = batch
-            self.sizes_read.append(samples)
-            yield batch
+            asked = [self.sampler.asked_for.popleft() if self.sampler.asked_for else 0]
+            batches = [item]
+            if isinstance(item, _Split):
+                asked, batches = item.sizes, item
+                self.sampler.split(self.delivered, asked)
+                if self.on_split is not None:
+                    self.on_split(sum(asked), item.error)
+            for samples, batch in zip(asked, batches, strict=True):
+                self.delivered += 1
+                if self._counts:
+                    samples, batch = batch
+                self.sizes_read.append(samples)
+                yield batch
         self._resume = None
 
     def _generators(self) -> list[torch.Generator]:
@@ -277,6 +294,31 @@ class _CountingCollate:
 
     def __call__(self, samples: list[Any]) -> tuple[int, Any]:
         return len(samples), self._collate_fn(samples)
+
+
+class _Split(list[Any]):
+    """Batches in place of one that could not be put together, with their samples, and the error."""
+
+    sizes: list[int]
+    error: str
+
+
+class _SplittingCollate:
+    """A ``collate_fn`` that puts samples into batches of the first size if they do not fit into a larger one."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], first_size: int) -> None:
+        self._collate_fn, self._first_size = collate_fn, first_size
+
+    def __call__(self, samples: list[Any]) -> Any:
+        try:
+            return self._collate_fn(samples)
+        except Exception as error:
+            if not isinstance(samples, list) or len(samples) <= self._first_size:
+                raise
+            parts = [samples[i : i + self._first_size] for i in range(0, len(samples), self._first_size)]
+            split = _Split(map(self._collate_fn, parts))
+            split.sizes, split.error = [len(part) for part in parts], first_line(error)
+            return split
 
 
 class _Resizable(DataLoader):

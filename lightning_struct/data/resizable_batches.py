@@ -95,6 +95,12 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         self.ends, self._handed, self._resumed_from = list(accumulate(sizes)), handed, states
         self.asked_for.clear()
 
+    def split(self, place: int, sizes: Iterable[int]) -> None:
+        """Note that the batch at ``place`` of this pass was delivered as batches of other sizes, in units."""
+        ends = list(accumulate(sizes, initial=self._end(place)))[1:]
+        self.ends[place : place + 1] = ends
+        self._handed += len(ends) - 1
+
     def __iter__(self) -> Iterator[list[Any]]:
         units = self._begin_units()
         while True:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_struct.callbacks.growing_batch_size.estimators import NoiseEstimator
-from lightning_struct.callbacks.growing_batch_size.fit import Fit
+from lightning_struct.callbacks.growing_batch_size.fit import LOGGED, Fit
 from lightning_struct.callbacks.growing_batch_size.measurement import Measurement
 from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics
 from lightning_struct.callbacks.growing_batch_size.rules import (
@@ -31,7 +31,11 @@ from lightning_struct.utilities.namespaces import Callback, MisconfigurationExce
 
 MOST_RECORDS = 4096
 PARTS = ("growth", "measurement", "learning_rate", "schedulers")  # of a fit, in checkpoints
-COUNTED = ("batch_size", "samples", "steps", "resized_at", "looks_at")  # attributes in checkpoints, without their _
+# Attributes in checkpoints, without their _
+COUNTED = ("batch_size", "first_size", "samples", "steps", "resized_at", "looks_at")
+
+# Sizes of which the smaller is more than this share of the larger: growth from one to the other is not logged.
+SIMILAR = 0.9
 
 
 class GrowingBatchSize(Callback):
@@ -93,8 +97,8 @@ class GrowingBatchSize(Callback):
             until the first one, the loaders keep their own size. Sizes may fall.
         scale_lr: how the learning rate follows the batch size n from the first one, n₀, within the steps of all
             optimizers; outside of them the configured rate is seen. ``"sqrt"``: by √(n/n₀), for Adam and its variants.
-            ``"linear"``: by n/n₀, up to the noise scale if that is measured, for SGD. ``"adascale"``: by AdaScale's
-            gain, for SGD, which is always measured, also with ``theta`` or ``schedule``.
+            ``"linear"``: by n/n₀, up to the noise scale if that is measured, for SGD. β₂ of Adam becomes β₂^(n/n₀), so
+            that its half-life is the same number of samples.
         max_device_batch_size: most samples of one forward pass on one device. Batches grow up to it; larger steps
             accumulate several batches of equal size, from the next step at which Lightning can change their number on
             (automatic optimization only).
@@ -107,9 +111,11 @@ class GrowingBatchSize(Callback):
             paper, ``ValidationRule()``, which does nothing unless the module's own statistics have a validation value.
         mode: ``"batch"`` enlarges the batches of the loaders; ``"accumulate"`` leaves them alone and accumulates
             gradients over more of them, to save memory (automatic optimization only; any loader). ``"auto"``: larger
-            batches, or, with a warning, accumulation if a loader cannot be resized.
+            batches; but accumulation if a loader cannot be resized, with a warning, or if it has batches of one sample
+            or its own batch sampler. ``"measure"``: the size stays as it is, and the noise scale is reported.
 
     Attributes:
+        logged: names of the values that are logged; all, unless you set fewer, or ``()``.
         predictions: n̂ of the last checks.
         validation_values: f_val of the last checks.
         records: a dict for each check: ``samples`` seen in training, ``batch_size`` of the step,
@@ -138,22 +144,22 @@ class GrowingBatchSize(Callback):
         *,
         theta: float | None = None,
         schedule: str | None = None,
-        scale_lr: Literal["sqrt", "linear", "adascale"] | None = None,
+        scale_lr: Literal["sqrt", "linear"] | None = None,
         max_device_batch_size: int | None = None,
         estimator: Literal["auto", "layers", "parts"] | NoiseEstimator = "auto",
         max_overhead: float = 0.03,
         validation: ValidationRule | None = None,
-        mode: Literal["auto", "batch", "accumulate"] = "auto",
+        mode: Literal["auto", "batch", "accumulate", "measure"] = "auto",
     ) -> None:
         check_positive(max_batch_size=max_batch_size, max_device_batch_size=max_device_batch_size)
         check("theta", theta, theta is None or (is_number(theta) and theta > 0), "a number > 0, or None")
-        scales = scale_lr in (None, "sqrt", "linear", "adascale")
-        check("scale_lr", scale_lr, scales, "'sqrt', 'linear', 'adascale', or None")
+        check("scale_lr", scale_lr, scale_lr in (None, "sqrt", "linear"), "'sqrt', 'linear', or None")
         share = is_number(max_overhead) and 0 < max_overhead <= 1
         check("max_overhead", max_overhead, share, "a share of the time, in (0, 1]")
         is_rule = validation is None or isinstance(validation, ValidationRule)
         check("validation", validation, is_rule, "a ValidationRule, or None")
-        check("mode", mode, mode in ("auto", "batch", "accumulate"), "'auto', 'batch' or 'accumulate'")
+        modes = ("auto", "batch", "accumulate", "measure")
+        check("mode", mode, mode in modes, f"one of {', '.join(map(repr, modes))}")
         if mode == "accumulate" and max_device_batch_size is not None:
             raise MisconfigurationException(
                 "mode='accumulate' leaves the batches of the loaders as they are, and max_device_batch_size="
@@ -168,13 +174,19 @@ class GrowingBatchSize(Callback):
             for name, value, is_unused in (
                 ("theta", theta, theta not in (None, math.inf)),
                 ("validation", validation, validation is not None),
-                ("estimator", estimator, estimator != "auto" and scale_lr != "adascale"),
+                ("estimator", estimator, estimator != "auto"),
             ):
                 if is_unused:
                     raise MisconfigurationException(
                         f"schedule={schedule!r} sets the sizes, and nothing is measured, but {name}={value!r} is of a "
                         "rule that goes by measurements: leave one of them out"
                     )
+            if mode == "measure":
+                raise MisconfigurationException(
+                    f"mode='measure' leaves the sizes as they are, and schedule={schedule!r} sets them: leave one of "
+                    "them out"
+                )
+        self.logged: tuple[str, ...] = LOGGED
         self._begin()
 
     def _begin(self) -> None:
@@ -186,6 +198,7 @@ class GrowingBatchSize(Callback):
         self._monitored = MonitoredValue(self.validation.monitor or "", "ValidationRule(monitor=...)")
         self._samples = self._steps = 0
         self._batch_size: float | None = None  # as decided
+        self._first_size: float | None = None  # of the first step
         self._resized_at = 0  # in steps
         self._looks_at = 0.0  # the step after which the schedule is next looked at
         self._fit: Fit | None = None  # the present one
@@ -202,10 +215,10 @@ class GrowingBatchSize(Callback):
         predictions, limit, measurement = self.predictions, self._limit, self._present_fit.measurement
         if measurement.size_before_loss_grew is not None:
             return measurement.size_before_loss_grew
-        if self.theta is None and not measurement.is_reported:
+        if not measurement.is_reported:
             # what the noise of a batch of twice the size is has to be seen before the next decision
-            limit, waits = min(limit, 2 * batch_size), window_length(self._resized_at)
-            if self._steps < self._resized_at + waits or not measurement.noise_limits:
+            limit = min(limit, 2 * batch_size)
+            if not self._may_grow:
                 predictions = [min(size, math.floor(batch_size)) for size in predictions]
         values, rule = self.validation_values, self.validation
         return next_batch_size(batch_size, predictions, values, max_batch_size=limit, validation=rule)
@@ -217,13 +230,13 @@ class GrowingBatchSize(Callback):
             self._begin()
         self._look_at_schedule()
         growing = self.mode, self.max_device_batch_size
-        self._fit = Fit(trainer, self._batch_size, self._parts, growing, self.scale_lr)
+        self._fit = Fit(trainer, self._batch_size, self._parts, growing, self.scale_lr, self.schedule is None)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         measurement = Measurement(
             trainer,
             pl_module,
-            needed=self._tests_norm or self.scale_lr == "adascale",
+            needed=self._tests_norm,
             estimator=self.estimator,
             max_overhead=self.max_overhead,
             tests_stationarity=self._waits_for_noise,
@@ -287,7 +300,7 @@ class GrowingBatchSize(Callback):
             if not fit.is_described:
                 fit.is_described = True
                 rank_zero_info(self._description())
-            fit.log()
+            fit.log(self.logged)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.validation.monitor is None or not self._validation.on_validation_end(trainer):
@@ -302,6 +315,10 @@ class GrowingBatchSize(Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._present_fit.growth.on_train_epoch_end()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._first_size is not None:
+            rank_zero_info(self._summary())
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # the other processes may not be here: then there is no state of all of them for a checkpoint that comes now
@@ -379,6 +396,12 @@ class GrowingBatchSize(Callback):
         return self.theta is None and self.scale_lr is None
 
     @property
+    def _may_grow(self) -> bool:
+        """Whether a prediction may enlarge the batch now: without ``theta`` only after a window of steps."""
+        waited = self._steps >= self._resized_at + window_length(self._resized_at)
+        return self.theta is not None or (waited and self._present_fit.measurement.noise_limits)
+
+    @property
     def _tests_norm(self) -> bool:
         return self.theta != math.inf and self.schedule is None
 
@@ -408,6 +431,8 @@ class GrowingBatchSize(Callback):
         self._steps += 1
         fit = self._present_fit
         growth, measurement = fit.growth, fit.measurement
+        if self._first_size is None:
+            self._first_size = growth.batch_size
         step = measurement.end_step(self._steps)
         if step is None:
             return
@@ -427,19 +452,15 @@ class GrowingBatchSize(Callback):
         if step.checked is None:
             return
         if step.checked.variance is None and step.checked.batch_size < 2 and self._tests_norm:
-            if growth.batch_size < 1.5 and self._limit > 1:  # else it is what was left of an epoch
-                rank_zero_warn(
-                    "A batch of one has no gradient variance by which GrowingBatchSize could decide: the batch grows "
-                    "to 2 at once"
-                )
-                self._batch_size = 2
-                fit.set_batch_size(2)
+            # else it is what was left of an epoch
+            if growth.batch_size < 1.5 and self._limit > 1 and self._may_grow and not growth.is_fixed:
+                self._resize(2.0, "a batch of one has no variance to measure")
             return
         self._check(step.checked, type(trainer.lightning_module).__name__)
         measurement.look_at_loss()
         # whether the size may change is the same in all processes, of which the first one decides
         rule = self.validation
-        stalls = rule.threshold == math.inf or len(self.validation_values) > rule.window
+        stalls = len(self.validation_values) > rule.window
         if stalls or self._tests_norm or self._batch_size is None or self._has_own_rule:
             self._set_batch_size(trainer, step.samples)
         if rule.monitor is not None:
@@ -449,6 +470,8 @@ class GrowingBatchSize(Callback):
     def _set_batch_size(self, trainer: L.Trainer, samples: int) -> None:
         """Decide on the size after a step on so many samples."""
         fit = self._present_fit
+        if fit.growth.is_fixed:
+            return
         present = fit.growth.batch_size
         decided = self.decide(present)
         if not isinstance(decided, Real | Tensor) or not 1 <= decided < math.inf:
@@ -458,20 +481,40 @@ class GrowingBatchSize(Callback):
         size, wait = min(float(decided), self.max_batch_size or math.inf), 0.0
         if self._schedule is not None and world_size() > 1 and not self._has_own_rule:
             wait = self._schedule.wait(self._samples, max(samples, size))
-        self._batch_size, wait = of_first_process((size, wait), trainer.strategy.root_device)
+        size, wait = of_first_process((size, wait), trainer.strategy.root_device)
         self._looks_at = self._steps + wait
-        if self._batch_size != present:
-            self._resized_at = self._steps
-            fit.set_batch_size(self._batch_size)
-            fit.measurement.resized(present, self._batch_size)
-            if decided == fit.measurement.size_before_loss_grew:
-                rank_zero_warn(
-                    "The loss has grown with the batch, as a sum over the samples does, and a contrastive loss, which "
-                    f"compares each with all others. GrowingBatchSize puts the batch back from {present:g} to "
-                    f"{decided:g} samples, for the rest of the training: SGD would take longer steps, not less noisy "
-                    "ones. Average a sum over the samples, and multiply the learning rate of SGD by the size of the "
-                    "batch; or set the sizes by schedule=..."
-                )
+        if size == present:
+            self._batch_size = size
+        elif decided == fit.measurement.size_before_loss_grew:
+            self._resize(size, None)
+            rank_zero_warn(
+                "The loss has grown with the batch, as a sum over the samples does, and a contrastive loss, which "
+                f"compares each with all others. GrowingBatchSize puts the batch back from {present:g} to "
+                f"{decided:g} samples, for the rest of the training: SGD would take longer steps, not less noisy "
+                "ones. Average a sum over the samples, and multiply the learning rate of SGD by the size of the "
+                "batch; or set the sizes by schedule=..."
+            )
+        else:
+            self._resize(size, self._noise)
+
+    def _resize(self, size: float, reason: str | None) -> None:
+        """Change the size of the next steps, and log it unless the last change that was logged is a similar size."""
+        fit = self._present_fit
+        present = fit.growth.batch_size
+        self._batch_size, self._resized_at = size, self._steps
+        fit.set_batch_size(size)
+        fit.measurement.resized(present, size)
+        if reason is not None and not SIMILAR < size / (fit.logged_size or present) < 1 / SIMILAR:
+            before, fit.logged_size = fit.logged_size or present, size
+            rank_zero_info(f"GrowingBatchSize: batch {before:.0f} -> {size:.0f} at step {self._steps}: {reason}")
+
+    @property
+    def _noise(self) -> str:
+        """The reason for a size, in words."""
+        if self._schedule is not None:
+            return f"schedule={self.schedule!r}"
+        scale = self._present_fit.measurement.noise_scale
+        return f"noise scale {scale:.3g}" if scale is not None else "no noise scale was measured"
 
     def _look_at_schedule(self) -> None:
         """Take the size that the schedule has after the samples so far, if it has one."""
@@ -492,13 +535,12 @@ class GrowingBatchSize(Callback):
                 raise MisconfigurationException(problem)
             rank_zero_warn(f"{problem}. The size is decided by the steps before")
             return
-        needs_value = self.validation.growth != ValidationRule.growth and self.validation.threshold < math.inf
+        needs_value = self.validation.growth != ValidationRule.growth
         has_value = self.validation.monitor is not None or statistics.validation_value is not None
         if not self.records and needs_value and not has_value:
             rank_zero_warn(
                 f"ValidationRule(growth={self.validation.growth:g}) is the factor by which the batch grows while a "
-                "validation value stalls, and there is none: name a logged metric by monitor=..., or give "
-                "threshold=math.inf to grow in each check"
+                "validation value stalls, and there is none: name a logged metric by monitor=..."
             )
         predicted, noises = 1, fit.measurement.noise.values()
         if variance is not None:
@@ -507,7 +549,7 @@ class GrowingBatchSize(Callback):
             predicted = max(predicted_batch_size(of, dataset_size, theta, self.max_batch_size) for of in taken)
             fit.values["gradient_variance"] = variance
         fit.values["batch_size_predicted"] = float(predicted)
-        if noises and (noise_scale := max(noise.value for noise in noises)) < math.inf:
+        if (noise_scale := fit.measurement.noise_scale) is not None and noise_scale < math.inf:
             fit.values["gradient_noise_scale"] = noise_scale
         most = self.validation.window + 1
         self.predictions = [*self.predictions, predicted][-most:]
@@ -528,20 +570,34 @@ class GrowingBatchSize(Callback):
 
     def _description(self) -> str:
         """The choices in one line, after the first step, in which estimators count their work."""
-        measurement = self._present_fit.measurement
-        measures = measurement.description()
+        fit = self._present_fit
+        measures = fit.measurement.description()
         if self.schedule is not None:
-            also = f", and {measures}, for scale_lr='adascale'" if self.scale_lr == "adascale" else ""
-            return f"GrowingBatchSize goes by schedule={self.schedule!r}{also}"
+            return f"GrowingBatchSize goes by schedule={self.schedule!r}{fit.note}"
         rule = f", theta={self._present_theta:g}" if self._tests_norm else ""
-        if rule and self._waits_for_noise and not measurement.is_reported:
-            rule += ", and grows when the noise of the steps undoes their progress"
-        if self.validation.threshold == math.inf:
-            often = "step" if self.estimator.every_n_steps is None and not self._tests_norm else "check"
-            rule += f"; it grows by growth={self.validation.growth:g} in each {often}"
-        elif self.validation.monitor is not None:
+        if fit.growth.is_fixed:
+            rule += ", and leaves the batch as it is"
+        elif rule and self.theta is None and not fit.measurement.is_reported:
+            earliest = self._resized_at + window_length(self._resized_at)
+            when = " when the noise of the steps undoes their progress," if self._waits_for_noise else ""
+            rule += f", and grows{when} after {earliest} steps at the earliest"
+        if self.validation.monitor is not None:
             rule += f"; it grows by growth={self.validation.growth:g} where {self.validation.monitor!r} stalls"
-        return f"GrowingBatchSize {measures}{rule}"
+        return f"GrowingBatchSize {measures}{rule}{fit.note}"
+
+    def _summary(self) -> str:
+        """What came of it, in one line, at the end of the training."""
+        fit, first = self._present_fit, self._first_size
+        size, scale = fit.growth.batch_size, fit.measurement.noise_scale
+        text = f"batch {first:.0f} all along" if first == size else f"batch {first:.0f} -> {size:.0f}"
+        if self.schedule is not None:
+            return f"GrowingBatchSize: {text}, by schedule={self.schedule!r}"
+        text = f"GrowingBatchSize: {text}; {self._noise}"
+        if scale is not None and scale <= size:
+            return f"{text}: larger batches would not have helped"
+        if self._tests_norm and not fit.measurement.noise_limits:
+            return f"{text}. The steps made progress nevertheless: larger batches would have cost samples"
+        return text
 
     def _end_fit(self, keep_growth: bool) -> None:
         """Give Trainer and loaders back as they were; a checkpoint may still be written."""

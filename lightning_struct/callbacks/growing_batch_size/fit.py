@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -38,6 +39,7 @@ class Fit:
         before: state of the parts of a fit that this one continues, with its averages and its learning rate.
         growing: ``mode`` and ``max_device_batch_size`` of :class:`~lightning_struct.callbacks.GrowingBatchSize`.
         scale_lr: see there.
+        may_stay: whether the size may stay as it is if it cannot be changed.
 
     Attributes:
         growth: the way to change the samples of a step.
@@ -45,6 +47,8 @@ class Fit:
         values: by names of ``LOGGED``: what is new since loggers wrote, as logging takes longer than checking.
         rate: that follows the batch; None if it does not.
         is_described: whether the line that says what was chosen has been printed.
+        note: of that line, on batches that are left as they are.
+        logged_size: the size after the last change that was logged; None before one.
         batch: the one under way, with its number; None between two, and in an epoch that trains nothing.
         batch_ended: whether that was counted already, for a checkpoint that a callback before this one saves.
         stepped: whether an optimizer stepped in it.
@@ -60,18 +64,20 @@ class Fit:
         before: State,
         growing: tuple[str, int | None],
         scale_lr: LearningRateRule | None,
+        may_stay: bool,
     ) -> None:
-        self.trainer, self._batch_size = trainer, batch_size
+        self.trainer, self._batch_size, self._may_stay = trainer, batch_size, may_stay
         mode, limit = growing
         self.growth: BatchGrowth
-        if mode == "accumulate":
-            self.growth = AccumulationGrowth(trainer, batch_size)
+        if mode in ("accumulate", "measure"):
+            self.growth = AccumulationGrowth(trainer, batch_size, is_fixed=mode == "measure")
         else:
             on_refusal = self._accumulate_instead if mode == "auto" else None
             self.growth = LoaderGrowth(trainer, batch_size, limit, on_refusal)
         self.clock, self.values = SchedulerClock(trainer), dict[str, float]()
         self.rate = None if scale_lr is None else LearningRateScale(scale_lr)
-        self.is_described = False
+        self.is_described, self.note = False, ""
+        self.logged_size: float | None = None
         self._to_log: tuple[str, ...] | None = None  # what the module does not log itself, from the first step on
         self._measurement: Measurement | None = None
         # Trainer.global_step does not count the steps of self.optimizers(use_pl_optimizer=False), which a module may
@@ -106,7 +112,8 @@ class Fit:
         """Begin with the first batch, in ``Callback.on_train_start``."""
         self.growth.on_train_start()
         self._loaded_growth = None
-        self.clock.attach(self.growth)
+        if not self.growth.is_fixed:
+            self.clock.attach(self.growth)
         self._steps_before = optimizer_steps(self.trainer, self.trainer.lightning_module)
 
     def begin_batch(self, batch: Any, batch_idx: int, step: int) -> None:
@@ -130,13 +137,13 @@ class Fit:
         self.clock.end_batch(batch_idx, self.growth, self.stepped)
         return samples
 
-    def log(self) -> None:
-        """Log the values that are new, after the first step and when loggers write."""
+    def log(self, names: Sequence[str]) -> None:
+        """Log the values of these names that are new, after the first step and when loggers write."""
         trainer = self.trainer
         if trainer.barebones or not (self._to_log is None or logs_now(trainer)):
             return
         if self._to_log is None:
-            self._to_log = tuple(name for name in LOGGED if name not in trainer.callback_metrics)
+            self._to_log = tuple(name for name in names if name not in trainer.callback_metrics)
         for name in self._to_log:
             if name in self.values:
                 batch_size = int(self.values["batch_size"])
@@ -145,6 +152,8 @@ class Fit:
 
     def set_batch_size(self, batch_size: float) -> None:
         """Set the samples of the next steps."""
+        if self.growth.is_fixed:
+            return
         self._batch_size = batch_size
         self.growth.set_batch_size(batch_size)
         if self._loaded_growth is not None:
@@ -198,17 +207,25 @@ class Fit:
     def _note_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._stepped_by_hand = self._stepped_by_hand or optimizer in self.trainer.optimizers
 
-    def _accumulate_instead(self, problem: str, remedy: str) -> None:
-        """Continue by accumulation, as the batches of a loader cannot change size."""
-        refused = f"The size of batches cannot be changed in {problem}."
+    def _accumulate_instead(self, problem: str, remedy: str, can_change: bool) -> None:
+        """Continue by accumulation, as the batches of a loader cannot change size, or had better not."""
+        refused, stays = f"The size of batches cannot be changed in {problem}.", False
         try:
             check_accumulation(self.trainer, "mode='auto'", remedy)
         except MisconfigurationException as error:
-            raise MisconfigurationException(f"{refused} {error}") from None
-        self.growth = AccumulationGrowth(self.trainer, self._batch_size)
+            if not self._may_stay:
+                raise MisconfigurationException(f"{refused} {error}") from None
+            stays, refused = True, f"{refused} {error}."
+        self.growth = AccumulationGrowth(self.trainer, self._batch_size, is_fixed=stays)
         if self._loaded_growth is not None:
             self.growth.load_state_dict(self._loaded_growth)
-        rank_zero_warn(
-            f"{refused} GrowingBatchSize accumulates gradients over more of them instead; mode='accumulate' says that "
-            f"this is meant. For larger batches, {remedy}"
-        )
+        instead = "accumulates gradients over more of them"
+        if can_change:
+            self.note = f". It leaves {problem}{'' if stays else f', and {instead}'}. For larger batches, {remedy}"
+        elif stays:
+            rank_zero_warn(f"{refused} GrowingBatchSize leaves the batch as it is")
+        else:
+            rank_zero_warn(
+                f"{refused} GrowingBatchSize {instead} instead; mode='accumulate' says that this is meant. For larger "
+                f"batches, {remedy}"
+            )

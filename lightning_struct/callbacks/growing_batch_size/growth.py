@@ -29,10 +29,13 @@ class BatchGrowth:
     Args:
         trainer: in ``Callback.setup``.
         batch_size: the samples of a step to begin with, if they are not those of the loaders.
+
+    Attributes:
+        is_fixed: whether the samples of a step stay as they are.
     """
 
     def __init__(self, trainer: L.Trainer, batch_size: float | None) -> None:
-        self._trainer, self._decided = trainer, batch_size
+        self._trainer, self._decided, self.is_fixed = trainer, batch_size, False
         self._first_accumulated = self._accumulated = trainer.accumulate_grad_batches
 
     @property
@@ -186,14 +189,18 @@ class AccumulationGrowth(BatchGrowth):
     Args:
         trainer: in ``Callback.setup``.
         batch_size: the samples of a step to begin with, if they are not those of the loaders.
+        is_fixed: whether the accumulation stays as it is, too.
 
     Raises:
         MisconfigurationException: see :func:`check_accumulation`.
     """
 
-    def __init__(self, trainer: L.Trainer, batch_size: float | None = None) -> None:
-        check_accumulation(trainer, "mode='accumulate'", "use mode='batch'")
-        super().__init__(trainer, batch_size)  # _accumulated is set at the start: before, its steps may be asked for
+    def __init__(self, trainer: L.Trainer, batch_size: float | None = None, is_fixed: bool = False) -> None:
+        if not is_fixed:
+            check_accumulation(trainer, "mode='accumulate'", "use mode='batch'")
+        # _accumulated is set at the start: before, its steps may be asked for
+        super().__init__(trainer, None if is_fixed else batch_size)
+        self.is_fixed = is_fixed
         self._samples_of_batch: int | None = None
         self._has_warned = False
 
@@ -247,8 +254,9 @@ class AccumulationGrowth(BatchGrowth):
         self._warn_if_too_small()
 
     def on_train_start(self) -> None:
-        self._trainer.accumulate_grad_batches = self._accumulated
-        self._change(self._trainer.fit_loop.batch_idx + 1)  # the size may have been replaced since
+        if not self.is_fixed:
+            self._trainer.accumulate_grad_batches = self._accumulated
+            self._change(self._trainer.fit_loop.batch_idx + 1)  # the size may have been replaced since
 
     def on_train_batch_start(self) -> None:
         if self._trainer.fit_loop.batch_idx == 0:
@@ -259,14 +267,15 @@ class AccumulationGrowth(BatchGrowth):
             self._trainer.accumulate_grad_batches = self._wanted
 
     def on_train_batch_end(self) -> None:
-        self._change(self._trainer.fit_loop.batch_idx + 1)
+        if not self.is_fixed:
+            self._change(self._trainer.fit_loop.batch_idx + 1)
 
     def state_dict(self) -> State:
         accumulated = self._trainer.accumulate_grad_batches
         return {"decided": self._decided, "accumulated": accumulated, "samples_of_batch": self._samples_of_batch}
 
     def load_state_dict(self, state: State) -> None:
-        self._decided = state["decided"]
+        self._decided = None if self.is_fixed else state["decided"]
         if "samples_of_batch" in state:  # else it is that of LoaderGrowth
             self._samples_of_batch, self._accumulated = state["samples_of_batch"], state["accumulated"]
         elif any(of["delivered"] and len(of["sizes"]) > 1 for mine in state.get("positions", ()) for of in mine if of):
@@ -278,7 +287,8 @@ class AccumulationGrowth(BatchGrowth):
             )
 
     def restore(self) -> None:
-        self._trainer.accumulate_grad_batches = self._first_accumulated
+        if not self.is_fixed:
+            self._trainer.accumulate_grad_batches = self._first_accumulated
 
     def _change(self, done: int) -> None:
         """Set the number of accumulated batches, where a step has been taken after so many batches of the epoch."""

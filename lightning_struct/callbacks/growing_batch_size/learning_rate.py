@@ -27,7 +27,7 @@ REACHED = 0.9
 TOLERANCE = 1e-9  # of sums of fractions of a batch
 SAVED = ("first_batch_size", "batch_size", "noise_scale")  # attributes of the scale in checkpoints, without their _
 
-LearningRateRule: TypeAlias = Literal["sqrt", "linear", "adascale"]
+LearningRateRule: TypeAlias = Literal["sqrt", "linear"]
 
 
 def learning_rate_factor(rule: LearningRateRule, growth: float, noise: float | None = None) -> float:
@@ -37,9 +37,6 @@ def learning_rate_factor(rule: LearningRateRule, growth: float, noise: float | N
     - ``"linear"``: S, for SGD (Goyal et al. 2017), up to the gradient noise scale: from where the noise is smaller than
       the gradient, larger batches bear no larger rate (McCandlish et al. 2018). Without a noise scale there is no
       bound.
-    - ``"adascale"``: (σ² + μ²)/(σ²/S + μ²), which goes smoothly from S in noise to 1 without it (AdaScale's gain,
-      Johnson et al. 2020, algorithm 1); 1 as long as there is no noise scale. AdaScale also advances schedules by its
-      gain; here they go by samples, as the training does that they belong to.
 
     Args:
         rule: one of these.
@@ -48,18 +45,12 @@ def learning_rate_factor(rule: LearningRateRule, growth: float, noise: float | N
             is the gradient noise scale tr Σ/‖G‖² in batches of the first size. It may be infinite. None: unknown.
 
     Example:
-        >>> [learning_rate_factor(rule, growth=4.0, noise=2.0) for rule in ("sqrt", "linear", "adascale")]
-        [2.0, 2.0, 2.0]
-        >>> [learning_rate_factor(rule, growth=4.0, noise=math.inf) for rule in ("sqrt", "linear", "adascale")]
-        [2.0, 4.0, 4.0]
+        >>> [learning_rate_factor(rule, growth=4.0, noise=3.0) for rule in ("sqrt", "linear")]
+        [2.0, 3.0]
     """
     if rule == "sqrt":
         return math.sqrt(growth)
-    if rule == "linear":
-        return growth if noise is None else min(growth, max(noise, 1.0))
-    if noise is None:
-        return 1.0
-    return growth if noise == math.inf else (noise + 1) / (noise / growth + 1)
+    return growth if noise is None else min(growth, max(noise, 1.0))
 
 
 class LearningRateScale:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import BatchSampler
 
 from lightning_struct.callbacks.growing_batch_size.growth import (
     BatchGrowth,
@@ -66,12 +67,6 @@ class GrowingLoader(ResizableLoader):
         """Whether it is known how many samples a batch has: of a foreign batch sampler only when one was read."""
         return self.sampler.knows_unit
 
-    @property
-    def merged(self) -> str | None:
-        """The batch sampler whose whole batches are put together now; None if there is none."""
-        merges = self.sampler.merges and self.sampler.size > 1
-        return type(self.sampler.source).__name__ if merges else None
-
     def set_size(self, size: float, most: float = math.inf, accumulated: int = 1) -> None:
         """Set the size, which is rounded.
 
@@ -107,6 +102,18 @@ class GrowingLoader(ResizableLoader):
         return (size if position is None else position["first_size"]), size
 
 
+def why_left_alone(loader: Any) -> tuple[str, str, bool] | None:
+    """The loader, why its batches are not made larger unless that is asked for, the remedy, and if they could be."""
+    if (refusal := why_not_resizable(loader)) is not None:
+        return *refusal, False
+    sampler = loader.batch_sampler
+    if type(sampler) is not BatchSampler:
+        return f"the batches that {type(sampler).__name__} puts together", "set mode='batch'", True
+    if sampler.batch_size == 1:
+        return "batches of one sample, as samples of different shapes need", "set mode='batch'", True
+    return None
+
+
 class GrowingDraws:
     """A training loader over independent draws, which keeps its own position and whose epoch is a number of draws."""
 
@@ -114,7 +121,6 @@ class GrowingDraws:
     delivered = 0
     asked = None
     knows_size = True
-    merged = None
     nominal = False
 
     def __init__(self, loader: Any, sampler: IndependentDraws) -> None:
@@ -165,9 +171,8 @@ class LoaderGrowth(BatchGrowth):
 
     Several loaders grow in proportion. What Lightning derives from their lengths is kept true: the batches of the
     epoch; ``limit_train_batches``, of which a fraction, and ``overfit_batches``, keep meaning the same number of
-    samples, and an int a number of batches; and how often ``val_check_interval`` validates: for a fraction as often in
-    an epoch as before, after the same samples (but once per batch at most), for an int after so many batches, or at the
-    end of an epoch that has become shorter than that.
+    samples, and an int a number of batches; and how often ``val_check_interval`` validates: as often in an epoch as
+    before, after the same samples (but once per batch at most). Without epochs it remains a number of batches.
 
     With ``max_device_batch_size`` the batches grow up to that; for a larger step more of them are accumulated, all of
     one size, since Lightning gives them the same weight. See :func:`accumulated_batches` for where their number can
@@ -177,8 +182,9 @@ class LoaderGrowth(BatchGrowth):
         trainer: in ``Callback.setup``.
         batch_size: the samples of a step to begin with, if they are not those of the loaders.
         max_device_batch_size: samples in one batch of one process, at most; None for any number.
-        on_refusal: is called, when all is put back, with the loader that cannot be resized and why, and with what would
-            help; None: that is an error.
+        on_refusal: is called, when all is put back, with the loader that is not resized and why, with what would
+            help, and whether its batches could be made larger nevertheless. None: what can be resized is resized, and
+            another loader is an error.
 
     Raises:
         MisconfigurationException: the accumulation cannot be changed; or, when Lightning prepares the loaders: one of
@@ -191,7 +197,7 @@ class LoaderGrowth(BatchGrowth):
         trainer: L.Trainer,
         batch_size: float | None = None,
         max_device_batch_size: int | None = None,
-        on_refusal: Callable[[str, str], None] | None = None,
+        on_refusal: Callable[[str, str, bool], None] | None = None,
     ) -> None:
         super().__init__(trainer, batch_size)
         self._device_limit, self._on_refusal = max_device_batch_size, on_refusal
@@ -208,9 +214,9 @@ class LoaderGrowth(BatchGrowth):
         self._resumed: State | None = None
         self._begun = False
         self._waits = False  # for the first batch of a loader, before which its size is not known
-        self._has_announced_merging = False
         self._replans = True  # validation, since what it was planned by has changed
-        self._refusal: tuple[str, str] | None = None  # of a loader that cannot be resized
+        self._nominal_interval: float | None = None
+        self._refusal: tuple[str, str, bool] | None = None  # of a loader that is not resized
         self._loaders: list[GrowingLoader | GrowingDraws] = []
         self._epoch_done = self._batches_done = 0
         self._trainer_loaders = TrainingLoaders(trainer, self._prepare, self._prepared)
@@ -305,15 +311,19 @@ class LoaderGrowth(BatchGrowth):
             "device_limit": self._device_limit,
             "accumulated": [self._trainer.accumulate_grad_batches, self._accumulated],
             "changes": [list(change) for change in self._changes],
+            "is_fixed": self.is_fixed,
         }
 
     def load_state_dict(self, state: State) -> None:
         self._decided = state["decided"]
         self._state = state if "positions" in state else None  # else it is that of AccumulationGrowth
+        self.is_fixed = state.get("is_fixed", False)
 
     def restore(self) -> None:
         if self._device_limit is not None:
             self._trainer.accumulate_grad_batches = self._first_accumulated
+        if self._nominal_interval is not None:
+            self._trainer.val_check_batch = self._nominal_interval
         self._trainer_loaders.restore()
         self._give_up_loaders()
 
@@ -340,7 +350,7 @@ class LoaderGrowth(BatchGrowth):
         samplers = (getattr(dataloader, name, None) for name in ("sampler", "batch_sampler"))
         draws = [sampler for sampler in samplers if isinstance(sampler, IndependentDraws)]
         if self._on_refusal is not None and self._refusal is None and not draws:
-            self._refusal = why_not_resizable(dataloader)
+            self._refusal = why_left_alone(dataloader)
         if self._refusal is not None:
             self._give_up_loaders()  # those before it, too: Lightning begins to read them next
             return dataloader
@@ -350,7 +360,10 @@ class LoaderGrowth(BatchGrowth):
             limit = self._trainer.limit_train_batches
             limits_samples = self._trainer_loaders.overfits or (isinstance(limit, float) and limit < 1)
             processes = data_parallel_size(self._trainer)
-            self._loaders.append(GrowingLoader(dataloader, processes, limit if limits_samples else None))
+            loader = GrowingLoader(dataloader, processes, limit if limits_samples else None)
+            if self._trainer.world_size == 1:  # else the processes would have different numbers of batches
+                loader.on_split = self._give_back
+            self._loaders.append(loader)
         self._main, self._batches_done = 0, 0
         self._accumulated, self._changes, self._asked_for = self._first_accumulated, [], None
         # workers are asked for batches before all is prepared; loaders that come yet change the proportions
@@ -364,6 +377,7 @@ class LoaderGrowth(BatchGrowth):
             refusal = (
                 f"{module}.training_step(dataloader_iter), which fetches them itself",
                 "take the batch as argument",
+                False,
             )
         if refusal is not None:
             if self._on_refusal is None:
@@ -515,14 +529,20 @@ class LoaderGrowth(BatchGrowth):
             share = loader.first_size / first
             in_turn = 1 if self._device_limit is None else accumulated
             loader.set_size(batch_size * share, most * share, in_turn)
-        merged = next((loader.merged for loader in self._loaders if loader.merged is not None), None)
-        if merged is not None and not self._has_announced_merging:
-            self._has_announced_merging = True
-            rank_zero_info(
-                f"GrowingBatchSize puts whole batches of {merged} together. Where such a batch is more than its "
-                "samples, as the task of a few-shot learner is, mode='accumulate' leaves it as it is"
-            )
         return True
+
+    def _give_back(self, samples: int, error: str) -> None:
+        """Give the loaders their own sizes back for good, as a larger batch could not be put together."""
+        first = sum(loader.first_size for loader in self._loaders)
+        self.is_fixed, self._device_limit = True, None
+        self._decided = float(self._trainer.accumulate_grad_batches * first)
+        self._resize()
+        self._set_limits()
+        rank_zero_warn(
+            f"The collate_fn of the training loader puts no batch of {samples} together ({error}). "
+            f"GrowingBatchSize goes back to its own batches of {first}, for the rest of the training. "
+            "mode='accumulate' would accumulate gradients over more of them"
+        )
 
     @property
     def _limits_batches(self) -> bool:
@@ -541,10 +561,8 @@ class LoaderGrowth(BatchGrowth):
         trainer, length, interval = self._trainer, self._trainer_loaders.length, self._nominal_interval
         if interval is None or interval == math.inf or length == math.inf:
             return  # by time, or at the end of a stream
-        if isinstance(trainer.val_check_interval, int):
-            if trainer.check_val_every_n_epoch is not None:
-                trainer.val_check_batch = min(trainer.val_check_interval, int(length))
-            return
+        if trainer.check_val_every_n_epoch is None:
+            return  # after so many batches, whatever the epochs
         done = max(self._trainer_loaders.batches_done - 1, 0)  # that of the batch under way is not decided yet
         loader = self._loaders[self._main]
         planned = self._nominal_length

@@ -118,6 +118,11 @@ class Measurement:
         true where that is not tested."""
         return not self._loss_grew_with_batch and all(test.holds for test in self._stationarity)
 
+    @property
+    def noise_scale(self) -> float | None:
+        """tr Σ/‖G‖², in samples, the largest of the optimizers; None before the first measurement."""
+        return max((noise.value for noise in self.noise.values()), default=None)
+
     def look_at_loss(self) -> None:
         """Look whether the loss has grown with the batch: where it has, no noise limits any more."""
         self.size_before_loss_grew = self._loss_growth.size_before_loss_grew()

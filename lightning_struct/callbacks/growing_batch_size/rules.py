@@ -36,8 +36,7 @@ class ValidationRule:
         monitor: a logged metric, to be minimised; the rule is then applied once after each validation. None: the
             validation value in the module's own statistics, applied in each step; without such values the rule does
             nothing.
-        threshold: relative decrease below which validation stalls. Infinite: the batch grows in each check, whatever
-            validation says; with an infinite ``theta`` of GrowingBatchSize that is a growth by a constant factor.
+        threshold: relative decrease below which validation stalls.
         growth: factor of the batch size, finite and at least 1.
         window: checks that the rule looks back, and predictions that the norm test averages: Algorithm 1 has one number
             for both. No size is decided before there are more checks.
@@ -58,7 +57,8 @@ class ValidationRule:
     def __post_init__(self) -> None:
         named = self.monitor is None or (isinstance(self.monitor, str) and self.monitor != "")
         check("monitor", self.monitor, named, "the name of a metric, or None")
-        check("threshold", self.threshold, is_number(self.threshold), "a number")
+        is_finite = is_number(self.threshold) and abs(self.threshold) < math.inf
+        check("threshold", self.threshold, is_finite, "a finite number")
         grows = is_number(self.growth) and 1 <= self.growth < math.inf
         check("growth", self.growth, grows, "a finite number >= 1")
         check("window", self.window, is_count(self.window), "a whole number >= 1")
@@ -100,8 +100,8 @@ def next_batch_size(
     if len(predictions) <= rule.window:
         return batch_size
     average = math.ceil(sum(predictions[-rule.window :]) / rule.window)
-    stalls = rule.threshold == math.inf
-    if not stalls and len(validation_values) > rule.window:
+    stalls = False
+    if len(validation_values) > rule.window:
         # The text of section 4.3 looks four values back, Algorithm 1 five: this is Algorithm 1. It divides by the last
         # value, which may be zero or negative; hence the product, and the absolute value.
         before, now = validation_values[-1 - rule.window], validation_values[-1]

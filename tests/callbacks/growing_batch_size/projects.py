@@ -392,7 +392,7 @@ PROJECTS = {
         Regressor(), options={"callbacks": [StochasticWeightAveraging(0.05, swa_epoch_start=2)]}
     ),
     "reloaded": lambda: Project(Regressor(), losses=squared_errors, options={"reload_dataloaders_every_n_epochs": 1}),
-    "every third step": lambda: Project(Regressor(), growing={"every_n_steps": 3}),
+    "every second step": lambda: Project(Regressor(), growing={"every_n_steps": 2}),
     "barebones": lambda: Project(Regressor(), options={"barebones": True}),
 }
 

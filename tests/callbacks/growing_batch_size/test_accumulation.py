@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from lightning_struct import GrowingBatchSize, ValidationRule
+from lightning_struct import GrowingBatchSize
 from lightning_struct.callbacks.growing_batch_size.growth import accumulated_batches
 from tests.callbacks.growing_batch_size.projects import SizedStream, Stream
 from tests.callbacks.growing_batch_size.readers import (
@@ -79,10 +79,8 @@ class Plain(Windows):
     ids=["one loader", "two loaders", "no data set"],
 )
 def test_a_step_is_never_of_more_than_the_samples_of_an_epoch(tmp_path, data, samples):
-    growing = GrowingBatchSize(
-        mode="accumulate", theta=math.inf, validation=ValidationRule(threshold=math.inf, growth=4.0, window=1)
-    )
-    fit(tmp_path, data(), module=Plain(), growing=growing, max_epochs=4)
+    growing = GrowingBatchSize(mode="accumulate", theta=0.01)
+    fit(tmp_path, data(), module=Windows(), growing=growing, max_epochs=4)
     assert growing.state_dict()["batch_size"] == samples
 
 
@@ -157,7 +155,9 @@ LOADERS = {
 
 def limited(tmp_path, data, sizes=SCRIPT, limit=8, **options):
     module = Windows()
-    return fit(tmp_path, data, module=module, growing=Growing(sizes, max_device_batch_size=limit), **options)
+    return fit(
+        tmp_path, data, module=module, growing=Growing(sizes, max_device_batch_size=limit, mode="batch"), **options
+    )
 
 
 def sizes_of(windows):

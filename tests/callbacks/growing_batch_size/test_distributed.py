@@ -106,7 +106,7 @@ def data():
 def fit(directory, processes, ckpt_path=None):
     directory.mkdir()
     options = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1, "save_on_train_epoch_end": False}
-    growing, checkpoints = Even(**arguments(**MEASURING), scale_lr="adascale"), ModelCheckpoint(directory, **options)
+    growing, checkpoints = Even(**arguments(**MEASURING), scale_lr="linear"), ModelCheckpoint(directory, **options)
     train(processes, growing, Notes(directory), checkpoints, ckpt_path=ckpt_path)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import lightning as L
 import pytest
@@ -137,7 +138,7 @@ def test_sparse_gradients_are_measured_as_dense_ones(tmp_path):
 
 
 def said(caplog):
-    return [message for message in caplog.messages if message.startswith("GrowingBatchSize")]
+    return [message for message in caplog.messages if message.startswith("GrowingBatchSize ")]
 
 
 @pytest.mark.parametrize("options, name", [({}, "layers"), ({"accumulate_grad_batches": 2}, "parts")])
@@ -152,15 +153,10 @@ def test_one_line_says_what_was_chosen(tmp_path, caplog, options, name):
 @pytest.mark.parametrize(
     "growing, words",
     [
-        (
-            {"schedule": "0:4", "scale_lr": "adascale"},
-            ["schedule='0:4', and measures by estimator='layers'", "adascale"],
-        ),
         ({"schedule": "0:4"}, ["goes by schedule='0:4'"]),
-        (
-            {"theta": math.inf, "validation": ValidationRule(threshold=math.inf)},
-            ["measures nothing", "growth=1.005 in each step"],
-        ),
+        ({"mode": "measure"}, ["estimator='layers' every", "theta=1, and leaves the batch as it is"]),
+        ({"scale_lr": "sqrt"}, ["theta=1, and grows after 300 steps at the earliest"]),
+        ({"theta": math.inf}, ["measures nothing"]),
         ({"validation": ValidationRule("val_loss")}, ["theta=1", "growth=1.005 where 'val_loss' stalls"]),
     ],
 )
@@ -169,6 +165,35 @@ def test_the_line_says_what_else_decides(tmp_path, caplog, growing, words):
         fit(tmp_path, Regressor(), validation=DataLoader(regression(), 4), growing=growing)
     (line,) = said(caplog)
     assert all(word in line for word in words)
+
+
+@pytest.mark.parametrize(
+    ("growing", "lines"),
+    [
+        (
+            {"schedule": "0:4 12:8", "max_batch_size": 8},
+            ["4 -> 8 at step 3: schedule='0:4 12:8'", "4 -> 8, by schedule='0:4 12:8'"],
+        ),
+        ({"theta": 1e-3, "max_batch_size": 8}, [r"4 -> 8 at step 3: noise scale \d", r"4 -> 8; noise scale \d"]),
+        ({"mode": "measure", "theta": 0.1}, [r"4 all along; noise scale \d"]),
+        ({"mode": "measure"}, [r"4 all along; noise scale [\d.]+. The steps made progress nevertheless: larger"]),
+    ],
+)
+def test_each_growth_and_the_end_are_one_line(tmp_path, caplog, growing, lines):
+    with caplog.at_level("INFO"):
+        fit(tmp_path, Regressor(), growing=growing | ({} if "schedule" in growing else {"every_n_steps": 1}))
+    found = [message for message in caplog.messages if message.startswith("GrowingBatchSize: batch")]
+    assert len(found) == len(lines)
+    assert all(re.search(f"batch {line}", of) for line, of in zip(lines, found, strict=True))
+
+
+@pytest.mark.parametrize("logged", [(), ("batch_size",)])
+def test_names_that_are_not_to_be_logged_are_not(tmp_path, logged):
+    callback = GrowingBatchSize(schedule="0:4", scale_lr="sqrt")
+    callback.logged = logged
+    trainer = make_trainer(tmp_path, callbacks=[callback], max_epochs=1)
+    trainer.fit(Regressor(), DataLoader(regression(), 4))
+    assert {"batch_size", "learning_rate_scale"} & set(trainer.callback_metrics) == set(logged)
 
 
 @pytest.mark.parametrize("module", [Regressor, GAN])

@@ -339,7 +339,7 @@ def test_steps_that_cannot_be_measured_are_told_of_with_the_remedy(tmp_path, mod
 )
 def test_little_data_is_trained_on_and_batches_of_one_grow(tmp_path, samples, batch_size, sizes):
     module = Regressor()
-    trainer_for(tmp_path, growing(), max_epochs=2).fit(module, DataLoader(regression(samples), batch_size))
+    trainer_for(tmp_path, growing(mode="batch"), max_epochs=2).fit(module, DataLoader(regression(samples), batch_size))
     assert module.sizes[:2] == sizes[:2] and (len(sizes) == len(module.sizes) or max(module.sizes) == 12)
 
 
@@ -483,26 +483,41 @@ def test_one_loader_that_cannot_be_resized_leaves_the_others_as_they_are(tmp_pat
 
 def test_an_accumulating_run_is_resumed_without_being_asked_for(tmp_path):
     def run(directory, **options):
-        module, keep = Regressor(), ModelCheckpoint(directory, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+        module, keep = Regressor(), ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1)
         with pytest.warns(UserWarning, match="accumulates gradients over more of them instead"):
             trainer_for(tmp_path, growing(), keep, enable_checkpointing=True).fit(module, Batches(), **options)
         return module
 
-    whole, resumed = run(tmp_path / "whole"), run(tmp_path / "resumed", ckpt_path=tmp_path / "whole" / "step=14.ckpt")
+    whole, resumed = run(tmp_path / "whole"), run(tmp_path / "resumed", ckpt_path=tmp_path / "whole" / "epoch=1.ckpt")
     assert torch.equal(weights(resumed), weights(whole)) and len(resumed.sizes) < len(whole.sizes)
 
 
-def test_batches_that_can_neither_be_resized_nor_accumulated_are_refused(tmp_path):
+@pytest.mark.parametrize("schedule", [None, "0:8"])
+def test_batches_that_can_neither_be_resized_nor_accumulated_stay_or_are_refused(tmp_path, schedule):
     message = (
         r"a Batches, which is not a torch DataLoader. .*Manual.training_step does itself: give Trainer.fit a DataLoader"
     )
-    with pytest.raises(MisconfigurationException, match=message):
-        trainer_for(tmp_path, growing()).fit(Manual(), Batches())
+    module, callback = Manual(), growing() if schedule is None else GrowingBatchSize(schedule=schedule)
+    refused = pytest.raises(MisconfigurationException, match=message)
+    with refused if schedule else pytest.warns(UserWarning, match=f"{message}.*leaves the batch as it is"):
+        trainer_for(tmp_path, callback).fit(module, Batches())
+    assert set(module.sizes) == (set() if schedule else {4})
 
 
 class Fetching(Regressor):
     def training_step(self, dataloader_iter):
         return super().training_step(next(dataloader_iter)[0], 0)
+
+
+def test_a_step_that_fetches_its_batches_in_manual_optimization_keeps_them(tmp_path):
+    class FetchingByHand(Manual):
+        def training_step(self, dataloader_iter):
+            return super().training_step(next(dataloader_iter)[0], 0)
+
+    module = FetchingByHand()
+    with pytest.warns(UserWarning, match="which fetches them itself.*leaves the batch as it is"):
+        trainer_for(tmp_path, growing()).fit(module, DataLoader(regression(), batch_size=4))
+    assert module.sizes == EPOCHS * 10 * [4]
 
 
 @pytest.mark.parametrize("mode", ["batch", "auto"])

@@ -137,7 +137,7 @@ def test_growth_leaves_no_batch_over_that_is_smaller_than_the_first(tmp_path):
         nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)
     )  # which refuses a single sample
     run = fit(tmp_path, Project(Regressor(network), growing={"theta": 0.05, "max_batch_size": 13}))
-    assert sizes_of(run) == [[4, 4, 4, 13, 8, 7], [13, 13, 7, 7]]
+    assert sizes_of(run) == [[4, 4, 4, 8, 13, 7], [13, 13, 7, 7]]
 
 
 # --- the rest of a project

@@ -65,7 +65,6 @@ class Doubling(GrowingBatchSize):
 
 
 PREDICTED, MORE = required_batch_size(7.5, 1.0, 60, 0.5), required_batch_size(7.5, 1.0, 60, 0.3)
-FACTOR = {"theta": math.inf}  # and no validation: the batch grows in each step
 STALLS = {"validation_values": [1.0] * 12}
 
 
@@ -77,13 +76,13 @@ STALLS = {"validation_values": [1.0] * 12}
         ({"variances": [1.0] * 12, "squared_norm": 0.0}, GrowingBatchSize(), [10] * 6 + [60] * 6),
         ({"variances": [7.5] * 12}, GrowingBatchSize(validation=ValidationRule(window=2)), [10] * 3 + [PREDICTED] * 9),
         (
-            {"variances": [None] * 12},  # as under batch normalisation
-            GrowingBatchSize(**FACTOR, validation=ValidationRule(threshold=math.inf, growth=1.5)),
+            STALLS | {"variances": [None] * 12},  # as under batch normalisation
+            GrowingBatchSize(theta=math.inf, validation=ValidationRule(growth=1.5)),
             [10] * 6 + [15, 23, 34, 51, 60, 60],
         ),
         (
-            {"variances": [None] * 12},  # fractions of samples are kept: 10 * 1.02**3 is 10.6, and 10 * 1.02**8 11.7
-            GrowingBatchSize(**FACTOR, validation=ValidationRule(threshold=math.inf, growth=1.02, window=1)),
+            STALLS,  # fractions of samples are kept: 10 * 1.02**3 is 10.6, and 10 * 1.02**8 11.7
+            GrowingBatchSize(theta=math.inf, validation=ValidationRule(growth=1.02, window=1)),
             [10] * 4 + [11] * 5 + [12] * 3,
         ),
         (STALLS, GrowingBatchSize(validation=ValidationRule(growth=1.1)), [10] * 6 + [11, 12, 13, 15, 16, 18]),
@@ -281,11 +280,11 @@ def test_batches_larger_than_the_limit_are_refused(tmp_path):
         fit(tmp_path, ScriptedNetwork(), GrowingBatchSize(max_batch_size=8))
 
 
-def test_a_batch_of_one_grows_to_two_at_once(tmp_path):
+@pytest.mark.parametrize("theta, sizes", [(0.5, [1, 2, 2]), (None, [1, 1, 1])])
+def test_a_batch_of_one_grows_to_two_when_batches_may_grow(tmp_path, theta, sizes):
     module = SHFNetwork()
-    with pytest.warns(UserWarning, match="A batch of one has no gradient variance"):
-        fit(tmp_path, module, GrowingBatchSize(max_batch_size=2), draw_loader(1, draws=3))
-    assert [report.batch_size for report in module.reports] == [1, 2, 2]
+    fit(tmp_path, module, GrowingBatchSize(max_batch_size=2, theta=theta), draw_loader(1, draws=3))
+    assert [report.batch_size for report in module.reports] == sizes
 
 
 def test_a_stream_without_a_bound_for_its_batches_is_warned_of(tmp_path):
@@ -316,7 +315,7 @@ def test_a_monitor_that_is_not_logged_is_named(tmp_path):
         (GrowingBatchSize, "estimator", [["layers"], "ranks"]),
         (GrowingBatchSize, "validation", ["val_loss", {"monitor": "val_loss"}]),
         (ValidationRule, "monitor", [1, ""]),
-        (ValidationRule, "threshold", ["x", math.nan]),
+        (ValidationRule, "threshold", ["x", math.nan, math.inf]),
         (ValidationRule, "growth", [0.9, math.inf]),
         (ValidationRule, "window", [0, 2.5, "5"]),
         (NoiseEstimator, "every_n_steps", [0, "5"]),

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_struct import GrowingBatchSize
 from tests.callbacks.growing_batch_size.projects import SizedStream, Stream, arguments
@@ -152,14 +152,15 @@ def test_a_checkpoint_goes_before_what_a_callback_has_seen(tmp_path, schedule):
         (0.25, [36], [40]),
         (0.3, [], [12, 24, 36]),
         (0.3, [10], [14, 24, 40]),
-        (5, [4, 8, 8], [32]),
-        (2, [4, 8, 8], [8, 24, 40]),
+        (5, [4, 8, 8], [24, 40]),
+        (2, [4, 8, 8], [8, 16, 24, 32, 40]),
         (10, [16], [40]),
     ],
 )
-def test_validation_runs_after_the_samples_or_batches_it_was_asked_for(tmp_path, interval, sizes, after):
+def test_validation_runs_after_the_samples_it_was_asked_for_and_is_put_back(tmp_path, interval, sizes, after):
     module = fit(tmp_path, loader(), sizes, validation=loader(4), val_check_interval=interval)
     assert module.validated_after == after
+    assert module.trainer.val_check_batch == (interval if isinstance(interval, int) else int(interval * 10))
 
 
 def test_validation_runs_as_often_in_later_epochs(tmp_path):
@@ -214,7 +215,7 @@ def test_a_reloaded_loader_has_the_grown_size(tmp_path):
 
     options = {"reload_dataloaders_every_n_epochs": 1, "val_check_interval": 5, "validation": loader(4)}
     module = fit(tmp_path, None, [20], Reloading(), max_epochs=3, **options)
-    assert module.sizes == [2, 20, 18, 20, 20, 20, 20] and module.validated_after == [40, 40, 40]
+    assert module.sizes == [2, 20, 18, 20, 20, 20, 20] and module.validated_after == [22, 40, 20, 40, 20, 40]
 
 
 def test_asking_for_the_number_of_steps_sets_the_loaders_up_early_and_well(tmp_path):
@@ -267,8 +268,23 @@ def test_the_samples_of_a_stream_are_counted_to_the_last(tmp_path, workers):
 
 
 def test_batches_of_a_foreign_batch_sampler_are_merged(tmp_path):
-    module = fit(tmp_path, DataLoader(range(12), batch_sampler=[[i, i + 1] for i in range(0, 12, 2)]), [2, 4])
-    assert module.sizes == [2, 2, 4, 4]
+    data = DataLoader(range(12), batch_sampler=[[i, i + 1] for i in range(0, 12, 2)])
+    assert fit(tmp_path, data, growing=Growing([2, 4], mode="batch")).sizes == [2, 2, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("data", "left"),
+    [
+        (lambda: DataLoader(range(24), batch_sampler=Pairs()), "the batches that Pairs puts together"),
+        (lambda: DataLoader(range(12)), "batches of one sample"),
+    ],
+)
+def test_batches_that_may_not_fit_together_are_accumulated_and_said_to_be(tmp_path, caplog, data, left):
+    with caplog.at_level(logging.INFO):
+        module = fit(tmp_path, data(), growing=Growing([4, 8], theta=1.0))
+    (said,) = [line for line in caplog.messages if left in line]
+    assert f"leaves {left}" in said and "mode='batch'" in said and len(set(module.sizes)) == 1
+    assert module.trainer.global_step < len(module.sizes)
 
 
 class Pairs(torch.utils.data.Sampler):
@@ -283,7 +299,7 @@ class Pairs(torch.utils.data.Sampler):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_size_that_is_set_first_waits_for_the_first_batch_of_a_foreign_sampler(tmp_path, workers):
-    growing = GrowingBatchSize(schedule="0:4")
+    growing = GrowingBatchSize(schedule="0:4", mode="batch")
     options = {"num_workers": workers, "prefetch_factor": 1 if workers else None}
     loader = DataLoader(range(24), batch_sampler=Pairs(), **options)
     module = fit(tmp_path, loader, growing=growing, validation=DataLoader(range(4), 4), max_epochs=2)
@@ -292,11 +308,29 @@ def test_a_size_that_is_set_first_waits_for_the_first_batch_of_a_foreign_sampler
     assert module.lengths[-1] == 6 and module.validated_after == [24, 24]
 
 
-def test_that_whole_batches_are_merged_is_said_once(tmp_path, caplog):
-    with caplog.at_level(logging.INFO):
-        fit(tmp_path, DataLoader(range(24), batch_sampler=Pairs()), [2, 4, 8])
-    said = [record.message for record in caplog.records if "whole batches of Pairs" in record.message]
-    assert len(said) == 1 and "mode='accumulate'" in said[0]
+class Ragged(Dataset):
+    """Pairs of samples of one length, which is another for the next pair."""
+
+    def __len__(self):
+        return 36
+
+    def __getitem__(self, index):
+        return torch.full((1 + index // 2 % 2,), index)
+
+
+class Lengths(Reader):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch[:, 0], batch_idx)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("sizes", [[4], 16 * [2] + [4]])  # at the end of the epoch, too
+def test_a_collate_that_fails_gives_the_old_size_back_for_good(tmp_path, workers, sizes):
+    data = DataLoader(Ragged(), 2, num_workers=workers, prefetch_factor=1 if workers else None)
+    module = Lengths()
+    with pytest.warns(UserWarning, match=r"no batch of 4 together \(RuntimeError: stack expects.*own batches of 2"):
+        fit(tmp_path, data, growing=Growing(sizes), module=module, max_epochs=2)
+    assert {*module.sizes} == {2} and numbers(module.read) == 2 * [*range(36)]
 
 
 @pytest.mark.parametrize(
@@ -464,11 +498,12 @@ SCRIPT = [4, 6, 6, 8, 10, 12, 12, 14, 20]
 @pytest.mark.parametrize("maker", list(MAKERS))
 def test_a_resumed_run_reads_the_very_next_sample(tmp_path, maker):
     options = {"max_epochs": 3, "enable_checkpointing": True}
-    whole = fit(tmp_path, MAKERS[maker](), SCRIPT, callbacks=[checkpoints(tmp_path)], **options)
+    growing = Growing(SCRIPT, mode="batch")
+    whole = fit(tmp_path, MAKERS[maker](), growing=growing, callbacks=[checkpoints(tmp_path)], **options)
     first = len(whole.epochs[0])
     for step in (2, first) if "workers" in maker else (1, first - 1, first, first + 1, len(whole.read) - 1):
         path = tmp_path / f"step={step}.ckpt"
-        resumed = fit(tmp_path, MAKERS[maker](), SCRIPT, ckpt_path=path, **options)
+        resumed = fit(tmp_path, MAKERS[maker](), growing=Growing(SCRIPT, mode="batch"), ckpt_path=path, **options)
         assert resumed.read == whole.read[step:] and resumed.lengths == whole.lengths[step:], step
         assert torch.equal(resumed.layer.weight, whole.layer.weight)
 

@@ -12,10 +12,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from lightning_struct import GrowingBatchSize, NoiseEstimator
+from lightning_struct import GrowingBatchSize
 from lightning_struct.callbacks.growing_batch_size.learning_rate import LearningRateScale, learning_rate_factor
 from lightning_struct.mixins import GradientStatistics
-from tests.callbacks.growing_batch_size.projects import Regressor, Stream, regression
+from tests.callbacks.growing_batch_size.projects import Stream
 from tests.callbacks.growing_batch_size.test_growth import Growing
 from tests.mixins.helpers import SHFNetwork, draw_loader, make_trainer
 
@@ -101,11 +101,6 @@ def fit(tmp_path, sizes=(), module=None, data=None, ckpt_path=None, callbacks=()
         ("linear", 9, 4.0, 4),
         ("linear", 9, 0.5, 1),
         ("linear", 0.5, 0.1, 0.5),
-        ("adascale", 9, None, 1),
-        ("adascale", 9, 0.0, 1),
-        ("adascale", 9, 9.0, 5),
-        ("adascale", 9, math.inf, 9),
-        ("adascale", 0.5, 1.0, 2 / 3),
     ],
 )
 def test_factor_of_the_rate(rule, growth, noise, factor):
@@ -145,7 +140,7 @@ def test_all_processes_go_by_what_the_first_one_has():
 # The steps of training
 
 
-RULES = {"sqrt": [1, math.sqrt(2), 2, 2], "linear": [1, 2, 2, 2], "adascale": [1, 1.5, 2, 2]}
+RULES = {"sqrt": [1, math.sqrt(2), 2, 2], "linear": [1, 2, 2, 2]}
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -189,16 +184,6 @@ def test_all_but_the_step_see_the_configured_rate(tmp_path):
     saved = torch.load(tmp_path / "step=3.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"][0]["lr"]
     monitored = {row["lr-SGD"] for row in logger.experiment.metrics if "lr-SGD" in row}
     assert {*module.seen, saved} | monitored == {RATE}
-
-
-@pytest.mark.parametrize("rule", ["linear", "adascale"])
-def test_adascale_alone_measures_what_a_schedule_does_not_ask_for(tmp_path, rule):
-    often = {"estimator": NoiseEstimator(every_n_steps=1)} if rule == "adascale" else {}
-    growing = GrowingBatchSize(schedule="0:4 12:16", scale_lr=rule, **often)
-    trainer = make_trainer(tmp_path, callbacks=[growing], max_epochs=2, log_every_n_steps=1)
-    trainer.fit(Regressor(), DataLoader(regression(), batch_size=4))
-    scale = trainer.logged_metrics["learning_rate_scale"]
-    assert scale == 4 if rule == "linear" else 1 < scale < 4
 
 
 def test_after_training_the_optimizer_is_as_it_was(tmp_path):
@@ -373,7 +358,10 @@ CASES = {
     "steps and epochs": {"max_steps": 15},
     "as many steps as epochs make": {"max_steps": 20},
     "steps and epochs, accumulated": {"max_steps": 6, "accumulate_grad_batches": 3, "frequency": 2},
-    "own batches": {"data": lambda: DataLoader(range(12), batch_sampler=[[i, i + 1] for i in range(0, 12, 2)])},
+    "own batches": {
+        "data": lambda: DataLoader(range(12), batch_sampler=[[i, i + 1] for i in range(0, 12, 2)]),
+        "growing": {"mode": "batch"},
+    },
     "reloaded": {"reload_dataloaders_every_n_epochs": 1},
 }
 
@@ -475,7 +463,7 @@ def run(directory, way, ckpt_path=None, **options):
         DataLoader(range(42), batch_size=4),
         ckpt_path=ckpt_path,
         callbacks=[checkpoint],
-        growing={"scale_lr": "adascale", **WAYS[way]},
+        growing={"scale_lr": "linear", **WAYS[way]},
         max_epochs=2,
         enable_checkpointing=True,
         **options,

@@ -41,9 +41,9 @@ def test_the_next_size_is_that_of_algorithm_1(size, predictions, values, limit, 
 
 
 def test_a_factor_close_to_one_keeps_its_meaning_over_many_checks():
-    size, rule = 16, ValidationRule(threshold=math.inf, growth=1.0006)
+    size, rule = 16, ValidationRule(growth=1.0006)
     for _ in range(162):
-        size = next_batch_size(size, [1] * 6, [], max_batch_size=500, validation=rule)
+        size = next_batch_size(size, [1] * 6, [1.0] * 6, max_batch_size=500, validation=rule)
     assert math.isclose(size, 16 * 1.0006**162)
 
 

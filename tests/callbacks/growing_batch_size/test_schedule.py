@@ -127,6 +127,6 @@ def test_another_rule_is_contradictory(other):
         GrowingBatchSize(schedule="0:8", **other)
 
 
-@pytest.mark.parametrize("other", [{"theta": math.inf}, {"scale_lr": "adascale", "estimator": "layers"}])
+@pytest.mark.parametrize("other", [{"theta": math.inf}, {"scale_lr": "linear"}])
 def test_what_has_a_meaning_beside_a_schedule_is_taken(other):
     GrowingBatchSize(schedule="0:8", **other)

@@ -1,10 +1,11 @@
-"""Tables and pictures of docs/results/papers.md, made from the runs that are kept under docs/results/data.
+"""Tables of docs/results/paper_*.md, made from the runs that are kept under docs/results/data.
 
     python benchmarks/papers.py
+    python benchmarks/papers.py --commands ldr_table_1
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. Below it stand the commands that give its runs, as
-few as there can be, and the machines that the runs name. To add seeds, give its commands others: they write under
-docs/results/data, where no run is repeated that is there.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``, with the machines that its runs name.
+``--commands`` prints the commands of a table's runs, as few as there can be. To add seeds, change theirs: they write
+under docs/results/data, and repeat no run that is there.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from structured_classes import BUDGETED, LABELS, finished, ways_in
 from structured_tasks import RATES, at_best_rate
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE = DOCS / "results/papers.md"
+PAGES = [DOCS / f"results/paper_{paper}.md" for paper in ("shf", "rls", "ldr")]
 DATA = DOCS / "results/data"
 BLOCK = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 SEEDS = re.compile(r"(?<=--seeds )\d+(?: \d+)*")
@@ -72,10 +73,9 @@ class Table:
     runs: Sequence[Run]
 
     def markdown(self) -> str:
-        """The table, the commands of its runs, and their machines."""
+        """The table, and the machines of its runs."""
         rows = "\n".join([harness.header(*self.head), *(harness.row(*cells) for cells in self.rows)])
-        commands = "\n".join(["```console", *commands_of(self.runs), "```"])
-        return "\n\n".join([rows, commands, *machines_of(self.runs)])
+        return "\n\n".join([rows, *machines_of(self.runs)])
 
 
 def commands_of(runs: Iterable[Run]) -> list[str]:
@@ -405,8 +405,13 @@ def filled(page: str) -> str:
 
 
 def main() -> None:
-    harness.make_parser(__doc__).parse_args()
-    PAGE.write_text(filled(PAGE.read_text()))
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("--commands", choices=TABLES, metavar="TABLE", help="print the commands of this table's runs")
+    if table := parser.parse_args().commands:
+        print("\n".join(commands_of(TABLES[table]().runs)))
+        return
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
     for task in SWEPT:
         rls.draw(sweep_runs(task), SWEEP).savefig(DOCS / f"images/papers_rls_sweep_{task}.png", dpi=100)
     for data in ("curves", "mnist"):

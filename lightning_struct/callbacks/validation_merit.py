@@ -16,7 +16,7 @@ from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.optim.shf import SHF
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check, check_counts, check_positive, is_number
-from lightning_struct.utilities.distributed import refuse_sharded_weights
+from lightning_struct.utilities.distributed import compare_batches, refuse_sharded_weights
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
 BEST_WEIGHTS = "best_weights"  # key in the state of the callback
@@ -119,6 +119,7 @@ class ValidationMeritStopping(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
+            compare_batches(trainer)
             if self._run.begins_anew(trainer, pl_module):
                 self._begin()
             self._has_announced = False

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_struct.functional.checks import NotFinite
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.distributed import refuse_sharded_weights
+from lightning_struct.utilities.distributed import compare_batches, refuse_sharded_weights
 from lightning_struct.utilities.lightning_internals import names_of_optimizers
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
@@ -176,6 +176,7 @@ class ManualOptimization(L.LightningModule):
         super().setup(stage)
         if stage == "fit":
             self._requirements.check_trainer(self)
+            compare_batches(self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)

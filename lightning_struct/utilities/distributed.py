@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import distributed, nn
 
+from lightning_struct.collective import gather_numbers
+from lightning_struct.functional.torch_tools import tree_leaves
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
+from lightning_struct.utilities.checks import known_length
+from lightning_struct.utilities.namespaces import Callback, MisconfigurationException, lightning_classes
 
 
 def data_parallel_size(trainer: L.Trainer) -> int:
@@ -28,6 +32,56 @@ def data_parallel_replicas(trainer: L.Trainer | None) -> dict[str, int]:
     if trainer is None:
         return {}
     return {"num_replicas": data_parallel_size(trainer), "rank": data_parallel_rank(trainer)}
+
+
+class EqualBatches(Callback):
+    """Refuses ranks that read different numbers of training batches, before one waits for another that has ended.
+
+    Ranks tell each other the lengths of their loaders when training starts. If a length is not known, as of iterable
+    data, they tell each other after each batch whether there is another one, by one small collective.
+
+    Raises:
+        MisconfigurationException: at the start of training, or around a batch; the numbers differ.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        is_known = None not in map(known_length, tree_leaves(trainer.train_dataloader))
+        lengths = _compared_batches(trainer, int(trainer.num_training_batches) if is_known else -1)
+        self._lengths_are_unknown = -1 in lengths
+
+    # Lightning has a collective of its own at the start of each batch, which a rank that has ended takes no part in.
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *batch_and_index: Any) -> None:
+        if self._lengths_are_unknown and batch_and_index[-1] == 0:
+            _compared_batches(trainer, 0, goes_on=True)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._lengths_are_unknown:
+            _compared_batches(trainer, batch_idx + 1, goes_on=not trainer.is_last_batch)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._lengths_are_unknown and trainer.fit_loop.batch_idx < 0:
+            _compared_batches(trainer, 0)
+
+
+def compare_batches(trainer: Any) -> None:
+    """Let the processes of a Trainer compare their numbers of batches, before other callbacks wait for each other."""
+    if trainer.world_size > 1 and not any(isinstance(callback, EqualBatches) for callback in trainer.callbacks):
+        trainer.callbacks = [EqualBatches(), *trainer.callbacks]
+
+
+def _compared_batches(trainer: L.Trainer, batches: int, *, goes_on: bool = False) -> list[int]:
+    """The numbers of batches of all ranks; -1: unknown."""
+    numbers = gather_numbers([batches, goes_on], trainer.strategy.root_device)
+    if any(of_rank != numbers[0] for of_rank in numbers):
+        found = (f"rank {r} {'more than ' * more}{'?' if n < 0 else n}" for r, (n, more) in enumerate(numbers))
+        raise MisconfigurationException(
+            f"the ranks read different numbers of training batches in an epoch: {', '.join(found)}. They would wait "
+            "for each other without end: give each as many, by a DistributedSampler or by leaving out the rest"
+        )
+    return [n for n, _ in numbers]
 
 
 def refuse_sharded_weights(trainer: L.Trainer, name: str) -> None:

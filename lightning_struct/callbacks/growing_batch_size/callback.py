@@ -26,6 +26,7 @@ from lightning_struct.callbacks.validation import DueValidation, MonitoredValue
 from lightning_struct.collective import of_first_process, world_size
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check, check_positive, is_number
+from lightning_struct.utilities.distributed import compare_batches
 from lightning_struct.utilities.lightning_internals import skips_backward, trained_on
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
@@ -226,6 +227,7 @@ class GrowingBatchSize(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        compare_batches(trainer)
         if self._run.begins_anew(trainer, pl_module):
             self._begin()
         self._look_at_schedule()

@@ -24,6 +24,7 @@ OFFICIAL_DIRECTORY = "cifar-10-batches-py"
 OFFICIAL_FILES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta")
 CHANNEL_MEAN = (0.4914, 0.4822, 0.4465)
 CHANNEL_STD = (0.2470, 0.2435, 0.2616)
+CHUNK = 1024  # images that are coloured at a time
 
 
 class CIFAR10DataModule(DownloadedDataModule):
@@ -129,7 +130,7 @@ class CIFAR10DataModule(DownloadedDataModule):
 def standardized(images: Tensor) -> Tensor:
     """uint8 images (n, 3, height, width) as float32 of mean 0 and standard deviation 1 over CIFAR-10, per channel."""
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (CHANNEL_MEAN, CHANNEL_STD))
-    return (images.float() / 255).sub_(mean).div_(std)
+    return images.float().div_(255).sub_(mean).div_(std)
 
 
 def as_grey(images: Tensor) -> Tensor:
@@ -220,5 +221,6 @@ def synthetic_color_images(count: int, size: int, *, seed: int = 0) -> tuple[Ten
     ink, labels = synthetic_digits(count, size, seed=seed)
     colors = torch.rand(2, count, 3, 1, 1, generator=torch.Generator().manual_seed(seed))
     ground, figure = 0.5 * colors[0], 0.5 + 0.5 * colors[1]  # never alike, so that the figure can be seen
-    images = ground + (figure - ground) * ink.view(count, 1, size, size)
-    return (255 * images).round().to(torch.uint8), labels
+    parts = zip(*(tensor.split(CHUNK) for tensor in (ground, figure, ink.view(count, 1, size, size))), strict=True)
+    images = [(back + (front - back) * drawn).mul_(255).round_().to(torch.uint8) for back, front, drawn in parts]
+    return torch.cat(images), labels

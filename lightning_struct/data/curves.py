@@ -25,7 +25,7 @@ MARGIN = 2.0
 STEPS = 96
 CHUNK = 1024
 
-KINDS, STROKES, JITTER = 10, 2, 0.06  # of the figures that stand in for digits
+KINDS, STROKES, JITTER, DRAWINGS = 10, 2, 0.06, 300  # of the figures that stand in for digits
 
 
 def curve_path(points: Tensor, steps: int = STEPS) -> Tensor:
@@ -98,7 +98,7 @@ def synthetic_digits(count: int, size: int, *, seed: int = 0) -> tuple[Tensor, T
     """Images of ten kinds of figure, each of two curved strokes whose points are shifted at random.
 
     The ten figures are the same for every ``seed`` and ``count``, so that what is learned on one sample holds on
-    another.
+    another. Of each stroke there are at most 300 drawings; an image has one of them for either stroke.
 
     Args:
         count: number of images.
@@ -108,13 +108,16 @@ def synthetic_digits(count: int, size: int, *, seed: int = 0) -> tuple[Tensor, T
     Returns:
         Images (count, size * size), float32, values in [0, 1]; labels (count,), int64, in 0 to 9.
     """
-    figures = torch.rand(KINDS, STROKES, 3, 2, generator=torch.Generator().manual_seed(0))
+    figures = torch.rand(KINDS, STROKES, 1, 3, 2, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(KINDS, (count,), generator=generator)
-    points = figures[labels] + JITTER * torch.randn(count, STROKES, 3, 2, generator=generator)
+    drawings = min(count, DRAWINGS)
+    points = figures + JITTER * torch.randn(KINDS, STROKES, drawings, 3, 2, generator=generator)
     points = MARGIN + (size - 1 - 2 * MARGIN) * points
-    images = torch.cat([render_curves(part.flatten(0, 1), size) for part in points.split(512)])
-    return images.view(count, STROKES, -1).amax(dim=1), labels
+    drawn = torch.cat([render_curves(part, size) for part in points.flatten(0, 2).split(CHUNK)])
+    drawn = drawn.view(KINDS, STROKES, drawings, -1)
+    labels = torch.randint(KINDS, (count,), generator=generator)
+    first, second = torch.randint(drawings, (STROKES, count), generator=generator)
+    return torch.maximum(drawn[labels, 0, first], drawn[labels, 1, second]), labels
 
 
 class CurvesDataModule(InMemoryDataModule):

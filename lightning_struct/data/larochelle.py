@@ -37,6 +37,7 @@ FILES: dict[str, tuple[str, ...]] = {
 }
 TRAIN_SIZE = 12_000
 TEST_SIZES = {"rotation": 50_000, "background": 50_000, "background_rotation": 50_000, "noise": 2_000}
+MOST_SYNTHETIC = 10_000  # test images, which are made within seconds
 
 
 class MNISTVariantDataModule(FlatImagesDataModule):
@@ -61,7 +62,7 @@ class MNISTVariantDataModule(FlatImagesDataModule):
         variant: ``"rotation"``, ``"background"`` (pictures), ``"background_rotation"`` (both) or ``"noise"``.
         data_dir: directory with the official ``.amat`` files, or with ``MNIST/raw`` for ``generate``.
         train_size: training images, those kept for validation included.
-        test_size: test images; None takes those of Table 15: 2,000 for noise, else 50,000.
+        test_size: test images; None takes those of Table 15: 2,000 for noise, else 50,000, or 10,000 if ``synthetic``.
         download: whether missing files of MNIST may be downloaded for ``generate``; the official ones cannot.
         **options: ``generate`` (from MNIST), ``synthetic`` (from figures that are made, too) and further options, see
             :class:`FlatImagesDataModule` and :class:`InMemoryDataModule`.
@@ -89,7 +90,10 @@ class MNISTVariantDataModule(FlatImagesDataModule):
         **options: Any,
     ) -> None:
         check("variant", variant, variant in FILES, f"one of {', '.join(FILES)}")
-        super().__init__(data_dir, train_size, TEST_SIZES[variant] if test_size is None else test_size, **options)
+        if test_size is None:
+            official = TEST_SIZES[variant]
+            test_size = min(official, MOST_SYNTHETIC) if options.get("synthetic") else official
+        super().__init__(data_dir, train_size, test_size, **options)
         self.title = f"MNIST-{variant.replace('_', '-')}"  # type: ignore[misc]
         self.variant = variant
         self.files = f"{' and '.join(FILES[variant])} of {SITE}"

@@ -56,7 +56,7 @@ def main(args: Sequence[str] | None = None) -> None:
         from lightning_struct.recipes.cli import run_recipe  # only here: it imports Lightning
         from lightning_struct.recipes.messages import run_command
 
-        run_command(partial(run_recipe, name, given[1:]))
+        run_command(partial(run_recipe, name, given[1:], f"{PROGRAM} {name}"))
 
 
 def recipe_list() -> str:
@@ -73,6 +73,7 @@ def recipe_list() -> str:
         lines.append("")
     lines += [
         f"Train:          {PROGRAM} RECIPE fit [--config CONFIG]   (the first config listed is the default)",
+        f"A trial:        {PROGRAM} RECIPE fit --quick   (within a minute, without data)",
         f"Without data:   {PROGRAM} RECIPE fit --data.synthetic=true   (an equation needs none)",
         f"About configs:  {PROGRAM} RECIPE",
     ]

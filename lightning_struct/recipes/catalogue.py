@@ -58,6 +58,7 @@ class Recipe:
             abstract, ``--data`` names one that is derived from it.
         results: what the end of ``fit`` shows.
         default_config: the config that is run without ``--config``.
+        quick: options of ``--quick``, a trial within a minute: a small network, few samples, few steps.
         links: arguments of the model by the attributes of the data module that they are taken from.
     """
 
@@ -69,25 +70,37 @@ class Recipe:
     data_class: str
     results: Results
     default_config: str
+    quick: tuple[str, ...]
     links: Mapping[str, str] = field(default_factory=dict)
 
 
-def _autoencoder(trains: str, data: str, data_class: str) -> Recipe:
-    return Recipe(trains, SHF_PAPER, "section 6", data, "Autoencoder", data_class, AUTOENCODER, "shf")
+def _quick(epochs: int, **sizes: int) -> tuple[str, ...]:
+    """The options of a trial on synthetic data of these sizes, by the names of the options without ``_size``."""
+    few = (f"--data.{name}_size={size}" for name, size in sizes.items())
+    return (f"--trainer.max_epochs={epochs}", "--trainer.max_time=00:00:00:30", "--data.synthetic=true", *few)
 
 
-def _classifier(trains: str, data: str, data_class: str) -> Recipe:
-    return Recipe(trains, RLS_PAPER, "section VI-A", data, "Classifier", data_class, CLASSIFIER, "rls")
+def _autoencoder(trains: str, data: str, data_class: str, pixels: int = 784) -> Recipe:
+    quick = _quick(5, train=2000, val=500, test=500, batch=100) + (f"--model.layer_sizes=[{pixels},100,20]",)
+    return Recipe(trains, SHF_PAPER, "section 6", data, "Autoencoder", data_class, AUTOENCODER, "shf", quick)
 
 
-def _equation(trains: str, paper: str, section: str) -> Recipe:
-    trains, data = f"physics-informed network {trains} equation", "points, drawn by the recipe"
-    links = {"data.equation": "model.init_args.equation"}
-    return Recipe(trains, paper, section, data, "PhysicsInformedNetwork", "PointsDataModule", EQUATION, "shf", links)
+def _classifier(trains: str, data: str, data_class: str, *smaller: str) -> Recipe:
+    quick = _quick(3, train=2000, val=500, test=500, batch=50) + smaller
+    return Recipe(trains, RLS_PAPER, "section VI-A", data, "Classifier", data_class, CLASSIFIER, "rls", quick)
 
 
-def _structured(trains: str, section: str, data: str, data_class: str) -> Recipe:
-    return Recipe(trains, LDR_PAPER, section, data, "Classifier", data_class, STRUCTURED_CLASSIFIER, "ldr_sd")
+def _equation(trains: str, paper: str, section: str, *fewer: str) -> Recipe:
+    return Recipe(
+        f"physics-informed network {trains} equation", paper, section, "points, drawn by the recipe",
+        "PhysicsInformedNetwork", "PointsDataModule", EQUATION, "shf",
+        ("--trainer.max_epochs=3", "--data.steps_per_epoch=10", *fewer),
+        {"data.equation": "model.init_args.equation"},
+    )  # fmt: skip
+
+
+def _structured(trains: str, section: str, data: str, data_class: str, quick: tuple[str, ...]) -> Recipe:
+    return Recipe(trains, LDR_PAPER, section, data, "Classifier", data_class, STRUCTURED_CLASSIFIER, "ldr_sd", quick)
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -97,30 +110,46 @@ RECIPES: Mapping[str, Recipe] = {
     "mnist_autoencoder": _autoencoder(
         "autoencoder 784-1000-500-250-30 of MNIST", "MNIST, downloaded", "MNISTDataModule"
     ),
-    "usps_autoencoder": _autoencoder("autoencoder 256-400-200-100-50-25 of USPS", "USPS, downloaded", "USPSDataModule"),
+    "usps_autoencoder": _autoencoder(
+        "autoencoder 256-400-200-100-50-25 of USPS", "USPS, downloaded", "USPSDataModule", 256
+    ),
     "mnist_fnn": _classifier("fully connected classifier 784-512-10 of MNIST", "MNIST, downloaded", "MNISTDataModule"),
-    "cifar_cnn": _classifier("mini VGG, five convolutions, on CIFAR-10", "CIFAR-10, downloaded", "CIFAR10DataModule"),
-    "imdb_lstm": _classifier("LSTM, two layers of 512 units, on reviews", "IMDB, downloaded", "IMDBDataModule"),
+    "cifar_cnn": _classifier(
+        "mini VGG, five convolutions, on CIFAR-10", "CIFAR-10, downloaded", "CIFAR10DataModule",
+        "--model.network.channels=8", "--model.network.hidden=64",
+    ),
+    "imdb_lstm": _classifier(
+        "LSTM, two layers of 512 units, on reviews", "IMDB, downloaded", "IMDBDataModule",
+        "--data.vocabulary_size=100", "--model.network.vocabulary_size=100", "--data.max_length=20",
+        "--model.network.embedding_size=32", "--model.network.hidden_size=32", "--model.network.num_layers=1",
+        "--trainer.max_epochs=6",
+    ),
     "structured_image": _structured(
         "network with a structured hidden layer, on MNIST variants", "Tables 1, 6 to 13",
         "files of MNIST-bg-rot, or made from MNIST", "InMemoryDataModule",
+        _quick(3, train=2000, test=500) + ("--model.optimizer.lr=0.01",),
     ),
     "structured_conv": _structured(
         "structured layers in place of a convolution, on CIFAR-10", "Table 3", "CIFAR-10, downloaded",
-        "CIFAR10DataModule",
+        "CIFAR10DataModule", _quick(3, train=100, val=20, test=20, batch=10),
     ),
     "wikitext_lstm": Recipe(
         "LSTM language model with structured matrices", LDR_PAPER, "Table 2", "files of WikiText-2, or any text file",
         "LanguageModel", "TextCorpusDataModule", LANGUAGE_MODEL, "ldr_sd",
+        _quick(3, train=28_000, val=2000, test=2000) + ("--data.synthetic_vocabulary=100",),
         {"data.vocabulary_size": "model.init_args.vocabulary_size"},
     ),
     "compress_network": Recipe(
         "small ResNet or character transformer, trained, compressed and trained on", NO_PAPER, "",
         "CIFAR-10, downloaded, or any text file", "Classifier", "InMemoryDataModule", CLASSIFIER, "resnet",
+        _quick(15, train=160, val=40, test=40, batch=40),
     ),
     "poisson_pinn": _equation("2-64-1 for Poisson's", PINN_PAPER, "section 4"),
     "heat_pinn": _equation("2-64-1 for the heat", PINN_PAPER, "section 4"),
-    "burgers_pinn": _equation("2-20-20-20-1 for Burgers'", BURGERS_PAPER, "section 3"),
+    "burgers_pinn": _equation(
+        "2-20-20-20-1 for Burgers'", BURGERS_PAPER, "section 3",
+        "--data.counts={interior: 400, boundary: 40, initial: 80}",
+    ),
 }  # fmt: skip
 
 

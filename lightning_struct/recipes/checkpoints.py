@@ -1,6 +1,7 @@
 """Checkpoints of recipes: which there are, the config that each has, and the run that goes on from one."""
 
 import os
+import time
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -55,6 +56,11 @@ class RunConfigCallback(SaveConfigCallback):
     def __init__(self, *arguments: Any, recipe: str, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.recipe = recipe
+        self.began: float | None = None
+        """Time at which the data were there and the fit began, as of ``time.monotonic``."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.began = time.monotonic()
 
     @cached_property
     def text(self) -> str:

@@ -22,7 +22,7 @@ import yaml  # type: ignore[import-untyped]  # a requirement of Lightning
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 
 from lightning_struct import __version__
 from lightning_struct.callbacks.pictures import log_directory
@@ -31,13 +31,18 @@ from lightning_struct.functional.torch_tools import denormals_flushed
 from lightning_struct.recipes import checkpoints
 from lightning_struct.recipes.catalogue import RECIPES, Results, default_config
 from lightning_struct.recipes.checkpoints import LAST_CHECKPOINT, newest_checkpoint
-from lightning_struct.recipes.messages import noise_filtered, raise_message_of_a_class
+from lightning_struct.recipes.messages import EpochLines, noise_filtered, raise_message_of_a_class
 from lightning_struct.utilities.checks import require
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+QUICK, FULL_HELP = "--quick", "--help.full"
+TRIAL_BEGINS = "Trial (--quick): a small network, few samples and few steps, to see that everything runs."
+TRIAL_ENDS = (
+    "This was a trial (--quick): its figures say nothing about the method. Leave --quick out to train the task."
+)
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 METRICS_FORMAT = ".5g"  # of the progress bar: Lightning's, .3f, shows an error of 1e-6 as 0.000
 
@@ -53,11 +58,14 @@ class RecipeCLI(LightningCLI):
         arguments: of LightningCLI.
         recipe: its name in the catalogue.
         parsed: subcommands that get a parser. Each parser takes a good part of the time until a run begins.
+        quick: whether the run is a trial, and says so in its first and its last line.
         options: of LightningCLI.
     """
 
-    def __init__(self, *arguments: Any, recipe: str, parsed: Sequence[str] = SUBCOMMANDS, **options: Any) -> None:
-        self.recipe = recipe
+    def __init__(
+        self, *arguments: Any, recipe: str, parsed: Sequence[str] = SUBCOMMANDS, quick: bool = False, **options: Any
+    ) -> None:
+        self.recipe, self.quick = recipe, quick
         self.results = RECIPES[recipe].results
         self._parsed = parsed
         self._fit_began: float | None = None
@@ -77,6 +85,8 @@ class RecipeCLI(LightningCLI):
                 f"The weights of {self._checkpoint} do not fit the model that was configured. Leave out --config and "
                 f"the options of the model, if there are any: the checkpoint brings its own.\n{error}"
             ) from error
+        if quick:
+            rank_zero_only(print)(TRIAL_ENDS)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static there, called of the object
         return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in self._parsed}
@@ -96,6 +106,8 @@ class RecipeCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)
+        if self.quick:
+            rank_zero_only(print)(TRIAL_BEGINS)
         options = self.config[self.config.subcommand]
         # LightningCLI now would put the hyperparameters of the checkpoint over the config: it sees none.
         self._checkpoint, options.ckpt_path = options.ckpt_path, None
@@ -111,6 +123,8 @@ class RecipeCLI(LightningCLI):
                 kwargs.setdefault("logger", False)
         elif self.config[self.subcommand].trainer.logger is False:
             kwargs.setdefault("default_root_dir", self._folder_without_logger())
+        from rich import get_console
+
         trainer = super().instantiate_trainer(**kwargs)
         # Lightning looks into the folders of this run, which has none yet, and goes on with untrained weights
         named = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)]
@@ -119,7 +133,10 @@ class RecipeCLI(LightningCLI):
         if self.subcommand == "fit" and trainer.checkpoint_callbacks:
             trainer.callbacks.append(checkpoints.LastCheckpoint())  # type: ignore[attr-defined]
         bar = trainer.progress_bar_callback
-        if isinstance(bar, RichProgressBar) and bar.theme.metrics_format == RichProgressBarTheme.metrics_format:
+        if isinstance(bar, RichProgressBar) and not get_console().is_terminal:  # it would draw nothing
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]
+            callbacks[callbacks.index(bar)] = EpochLines()
+        elif isinstance(bar, RichProgressBar) and bar.theme.metrics_format == RichProgressBarTheme.metrics_format:
             bar.theme = replace(bar.theme, metrics_format=METRICS_FORMAT)
         return trainer
 
@@ -158,8 +175,11 @@ class RecipeCLI(LightningCLI):
             return
         from rich.console import Console
 
-        assert self._fit_began is not None
-        seconds = time.monotonic() - self._fit_began
+        # the clock of the callback starts behind the data; processes that were spawned for the fit keep theirs
+        clocks = (call.began for call in self.trainer.callbacks if isinstance(call, checkpoints.RunConfigCallback))  # type: ignore[attr-defined]
+        began = next(filter(None, clocks), self._fit_began)
+        assert began is not None
+        seconds = time.monotonic() - began
         console = Console(soft_wrap=True, highlight=False, quiet=not self.trainer.is_global_zero)
         best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
         weights = "the best checkpoint" if best else "the last weights"
@@ -216,12 +236,13 @@ def _configure_optimizers(model: L.LightningModule) -> Any:
         raise MisconfigurationException(str(error)) from error
 
 
-def run_recipe(name: str, args: Sequence[str] | None = None) -> RecipeCLI:
+def run_recipe(name: str, args: Sequence[str] | None = None, program: str | None = None) -> RecipeCLI:
     """Parse arguments and run the subcommand they name.
 
     Args:
         name: name of the recipe in ``RECIPES``: its configs are in ``recipes/NAME``, its results in ``results/NAME``.
         args: command line, of this process if None.
+        program: name of the command in its help, by default that of the module of the recipe.
 
     Returns:
         The command line after its run, with ``trainer``, ``model`` and ``datamodule``.
@@ -235,17 +256,20 @@ def run_recipe(name: str, args: Sequence[str] | None = None) -> RecipeCLI:
     model_class = getattr(import_module("lightning_struct.models"), recipe.model_class)
     data_class = getattr(import_module("lightning_struct.data"), recipe.data_class)
     home = os.path.expanduser("~/")  # where a shell leaves the ~ of --KEY=~/PATH as it is
-    given = _config_first([arg.replace("=~/", f"={home}", 1) for arg in (sys.argv[1:] if args is None else args)])
-    program = f"python -m lightning_struct.recipes.{name}"
+    given = [arg.replace("=~/", f"={home}", 1) for arg in (sys.argv[1:] if args is None else args)]
+    quick, full_help = QUICK in given, FULL_HELP in given
+    given = ["--help" if arg == FULL_HELP else arg for arg in given if arg != QUICK]
+    given = _config_first(given, recipe.quick if quick else ())
+    program = program or f"python -m lightning_struct.recipes.{name}"
     parsed = given[:1] if given and given[0] in SUBCOMMANDS else SUBCOMMANDS
     with ExitStack() as stack:
         stack.enter_context(noise_filtered())
         stack.enter_context(denormals_flushed())  # saturated units and long sequences have subnormal derivatives
         defaults = _default_configs(name, given, Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        usage = "[--config CONFIG] [--KEY=VALUE ...]"
+        usage = "[--config CONFIG] [--quick] [--KEY=VALUE ...]"
+        common = {"allow_abbrev": False, "full_help": full_help}
         parsers = {
-            sub: {"default_config_files": defaults, "usage": f"{program} {sub} {usage}", "allow_abbrev": False}
-            for sub in parsed
+            sub: {"default_config_files": defaults, "usage": f"{program} {sub} {usage}", **common} for sub in parsed
         }
         csv_logger = {
             "class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "results", "name": name}
@@ -255,6 +279,7 @@ def run_recipe(name: str, args: Sequence[str] | None = None) -> RecipeCLI:
             data_class,
             recipe=name,
             parsed=parsed,
+            quick=quick,
             args=given,
             subclass_mode_model=True,
             subclass_mode_data=isabstract(data_class),
@@ -264,8 +289,9 @@ def run_recipe(name: str, args: Sequence[str] | None = None) -> RecipeCLI:
             save_config_kwargs={"overwrite": True, "recipe": name},
             parser_kwargs={
                 "prog": program,
+                "usage": f"{program} {{{','.join(SUBCOMMANDS)}}} {usage}",
                 "description": f"{recipe.trains}. Its configs are listed by: lightning-struct {name}",
-                "allow_abbrev": False,
+                **common,
                 **parsers,
             },
             trainer_defaults={
@@ -276,17 +302,21 @@ def run_recipe(name: str, args: Sequence[str] | None = None) -> RecipeCLI:
         )
 
 
-def _config_first(arguments: Sequence[str]) -> list[str]:
-    """The arguments with ``--config`` directly behind the subcommand: options win over it wherever they stand."""
+def _config_first(arguments: Sequence[str], quick: Sequence[str]) -> list[str]:
+    """The arguments with configs and classes directly behind the subcommand, and the options of a trial behind those.
+
+    Options win over all of them wherever they stand.
+    """
     if not arguments or arguments[0] not in SUBCOMMANDS:
         return list(arguments)
-    configs: list[str] = []
+    first: list[str] = []
     options: list[str] = []
     rest = iter(arguments[1:])
     for argument in rest:
-        chosen = configs if argument.startswith(("-c", "--config=")) or argument == "--config" else options
+        names_first = argument.startswith(("-c", "--config=", "--model=", "--data=")) or argument == "--config"
+        chosen = first if names_first else options
         chosen += [argument, *islice(rest, argument in ("-c", "--config"))]
-    return [arguments[0], *configs, *options]
+    return [arguments[0], *first, *quick, *options]
 
 
 def _default_configs(name: str, arguments: Sequence[str], folder: Path) -> list[str]:

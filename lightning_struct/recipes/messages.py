@@ -1,6 +1,7 @@
 """Messages of a recipe that is run as a command: an error of its user is one message, not a traceback.
 
-Messages of other packages that say nothing to its user are kept out of the output.
+Messages of other packages that say nothing to its user are kept out of the output. If that is no terminal, the progress
+of a fit is printed in lines.
 """
 
 import errno
@@ -8,6 +9,7 @@ import logging
 import os
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +17,14 @@ from io import TextIOWrapper
 from traceback import walk_tb
 from typing import Any
 
+import lightning as L
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from lightning_struct.utilities.namespaces import NAMESPACES
 
 INTERRUPTED, TERMINATED = 130, 143  # exit statuses of SIGINT and SIGTERM, as shells have them
+LONGEST_SILENCE = 60.0  # seconds between two lines of an epoch
 ELSEWHERE = "write elsewhere by --trainer.logger.init_args.save_dir=FOLDER"
 REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"Free some space there, or {ELSEWHERE}"),
@@ -59,7 +64,7 @@ def run_command(main: Callable[[], Any]) -> None:
     """
     sys.path.append("")  # what a user has in the working directory can be named in options, as under python -m
     if isinstance(sys.stdout, TextIOWrapper):  # no result of a run is lost for a sign that an encoding lacks
-        sys.stdout.reconfigure(errors="replace")
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)  # the latter: a log file is read while it grows
     try:
         main()
     except (MisconfigurationException, FloatingPointError) as error:  # the latter: NaN or infinity in a step
@@ -129,3 +134,48 @@ def noise_filtered() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(passes)
+
+
+class EpochLines(ProgressBar):
+    """Lines for outputs in which no progress bar can be drawn: one after the first step, each epoch and each minute.
+
+    A line has the epoch, the step, what the model shows in progress bars (losses among it), the samples of a training
+    step, and the seconds since the training began.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enabled = True
+        self._began = self._due = 0.0
+
+    def disable(self) -> None:
+        """Print nothing from now on, as Lightning asks of all processes but the first."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Print lines again."""
+        self._enabled = True
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._began = self._due = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if time.monotonic() >= self._due:
+            self._print_line(f"batch {batch_idx + 1} of {self.total_train_batches}")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._print_line()
+
+    def _print_line(self, *place: str) -> None:
+        now = time.monotonic()
+        self._due = now + LONGEST_SILENCE
+        if self._enabled:
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            batch_size = data.batch_size if hasattr(data, "batch_size") else sum(data.counts.values())
+            batch_size = self.trainer.callback_metrics.get("batch_size", batch_size)
+            metrics = {**self.trainer.progress_bar_metrics, "batch_size": batch_size}
+            values = (f"{name} {float(value):.5g}" for name, value in metrics.items())
+            parts = (*place, f"step {self.trainer.global_step}", *values, f"{now - self._began:.1f} s")
+            self.print(f"Epoch {self.trainer.current_epoch}: {', '.join(parts)}", flush=True)

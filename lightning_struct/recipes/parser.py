@@ -4,12 +4,15 @@ Needs the extra ``recipes``: only the command line of a recipe imports it.
 """
 
 import argparse
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml  # type: ignore[import-untyped]  # a requirement of Lightning
 from jsonargparse import ActionConfigFile
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -23,6 +26,21 @@ UNKNOWN_OPTION = re.compile(
     r"|[Kk]ey [\"'](?P<unexpected>[\w.]+)[\"'] is not expected"
     r"|No action for key [\"'](?P<unhandled>[\w.]+)[\"']"
 )
+SHORT_HELP = {
+    "print_config": "Print the whole configuration and end.",
+    "seed_everything": "Seed of the initial weights; that of batches and points is --data.seed.",
+    "trainer.max_epochs": "Epochs of training at most.",
+    "ckpt_path": "The checkpoint to go on from; it brings the configuration of its run.",
+}
+LEFT_OUT = re.compile(r"trainer|weights_only|(model|data)$")
+MORE_HELP = """\
+a trial, and more options:
+  --quick               Run the whole command within a minute: a small network,
+                        few samples, made by the recipe, and few steps.
+  --help.full           Describe the options of the Trainer, too.
+  --model.help CLASS    Describe the options of a class of models; likewise
+                        --data.help if --data names a class.
+"""
 UNKNOWN_CHOICE = re.compile(r"invalid choice: '?(?P<choice>\w+)'?")
 UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (?P<name>\w+)")
 HOMES_OF_CLASSES = (
@@ -48,20 +66,57 @@ class RecipeParser(LightningArgumentParser):
     Args:
         recipe: whose configs can be named.
         model_class: of the recipe, for the names of its arguments.
+        full_help: whether ``--help`` lists all options, those of the Trainer among them.
         options: of the parser of LightningCLI.
     """
 
     def __init__(
-        self, *arguments: Any, recipe: str = "", model_class: Callable[..., Any] | None = None, **options: Any
+        self,
+        *arguments: Any,
+        recipe: str = "",
+        model_class: Callable[..., Any] | None = None,
+        full_help: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        self.recipe, self.model_class = recipe, model_class
+        self.recipe, self.model_class, self.full_help = recipe, model_class, full_help
+
+    def format_help(self, *arguments: Any, **options: Any) -> str:
+        """Describe the options of the recipe, and the values of its config; or, if it is asked for, all options."""
+        if self.full_help:
+            return super().format_help(*arguments, **options)
+        for action in self._actions:
+            if action.dest in SHORT_HELP:
+                action.help = SHORT_HELP[action.dest]
+            elif LEFT_OUT.match(action.dest):
+                action.help = argparse.SUPPRESS
+        return f"{super().format_help(*arguments, **options)}\n{MORE_HELP}{self._values_of_config()}"
+
+    def _values_of_config(self) -> str:
+        """The values of the config that is read if none is named, as options."""
+        lines = ["\nvalues of the config:"] if self.default_config_files else []
+        for path in self.default_config_files:
+            config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            lines += [f"  {option}" for part in ("model", "data") for option in _options(f"--{part}", config[part])]
+        return "\n".join([*lines, ""])
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End with the message, and the nearest right name below it."""
         # a parser within this one may have asked
         question = "" if "Did you mean" in message else suggestion(message, self)
         super().error(f"{message}\n{question}" if question else message, ex)
+
+
+def _options(name: str, value: Any) -> Iterator[str]:
+    """The options that set ``name`` to a value of a config, a class with its arguments among them."""
+    if not isinstance(value, Mapping):
+        yield f"{name}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
+        return
+    if "class_path" in value:
+        yield f"{name}={value['class_path']}"
+        value = value.get("init_args", {})
+    for key, argument in value.items():
+        yield from _options(f"{name}.{key}", argument)
 
 
 def suggestion(message: str, parser: argparse.ArgumentParser) -> str:

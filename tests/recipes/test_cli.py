@@ -1,5 +1,7 @@
 import importlib
 import logging
+import re
+import time
 import warnings
 from pathlib import Path
 
@@ -10,9 +12,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 from lightning_struct.callbacks import TrainingCurves
+from lightning_struct.data import CurvesDataModule
 from lightning_struct.models import Autoencoder
 from lightning_struct.recipes import usps_autoencoder
 from lightning_struct.recipes.catalogue import RECIPES
+from lightning_struct.recipes.checkpoints import RunConfigCallback
 from lightning_struct.recipes.curves_autoencoder import main
 
 RUN = Path("results/curves_autoencoder/version_0")
@@ -93,6 +97,48 @@ def test_errors_of_the_test_set_are_logged_and_those_of_training_and_validation_
 def test_without_a_checkpoint_the_errors_are_those_of_the_last_weights(conf, capsys):
     main(["fit", "--config", conf("adam"), "--trainer.callbacks=null", "--trainer.enable_checkpointing=false"])
     assert "Averages over samples, the last weights" in capsys.readouterr().out
+
+
+def test_output_that_is_no_terminal_has_a_line_for_the_first_step_and_for_each_epoch(conf, capsys):
+    main(["fit", "--config", conf("adam"), "--trainer.enable_progress_bar=true", "--trainer.limit_test_batches=0"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch")]
+    ends = ["Epoch 0: batch 1 of 2, step 1, ", "Epoch 0: step 2, ", "Epoch 1: step 4, "]
+    assert len(lines) == 3 and all(map(str.startswith, lines, ends))
+    last = r".* train_loss \S+, val_loss \S+, val_squared_error \S+, batch_size 20, \d+\.\d s"
+    assert re.fullmatch(last, lines[-1])
+
+
+def test_time_of_a_fit_begins_when_the_data_are_there(conf, monkeypatch):
+    load, loaded = CurvesDataModule.load_splits, []
+
+    def load_and_look_at_the_clock(data):
+        splits = load(data)
+        loaded.append(time.monotonic())
+        return splits
+
+    monkeypatch.setattr(CurvesDataModule, "load_splits", load_and_look_at_the_clock)
+    cli = main(["fit", "--config", conf("adam"), "--trainer.callbacks=null", "--trainer.limit_test_batches=0"])
+    (callback,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, RunConfigCallback))
+    assert loaded[0] < callback.began < time.monotonic()
+
+
+def test_options_win_over_those_of_a_trial_which_says_that_it_is_one(capsys):
+    cli = main(["fit", "--data.train_size=300", "--quick", "--trainer.fast_dev_run=1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "--quick" in lines[0] and "--quick" in lines[-1]
+    assert next(cli.model.parameters()).shape == (100, 784)
+    assert [len(part) for part in cli.datamodule.splits] == [300, 500, 500]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["usps_autoencoder", "mnist_fnn", "imdb_lstm", "poisson_pinn"])
+def test_trial_learns_and_ends_within_a_minute_of_one_core(recipe, capsys):
+    began = time.process_time()
+    importlib.import_module(f"lightning_struct.recipes.{recipe}").main(["fit", "--quick"])
+    assert time.process_time() - began < 60
+    printed = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"^Epoch \d+: step .* val_loss ([^,]+)", printed, re.MULTILINE)]
+    assert losses[-1] < losses[0] and "training_curves.png" in printed
 
 
 RARE_VALIDATIONS = ("--trainer.max_epochs=-1", "--trainer.check_val_every_n_epoch=4", "--trainer.limit_test_batches=0")

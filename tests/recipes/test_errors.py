@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
+from lightning_struct.__main__ import main as lightning_struct_command
 from lightning_struct.functional.checks import NotFinite
 from lightning_struct.models import Classifier, RLSClassifier
 from lightning_struct.recipes import curves_autoencoder, mnist_fnn, structured_image
@@ -110,10 +111,25 @@ def test_wrong_option_is_answered_with_the_nearest(arguments, question, capsys):
     assert end.value.code == 2 and question in capsys.readouterr().err
 
 
-def test_help_says_what_the_recipe_trains(capsys):
+def printed_help(capsys, program, *arguments):
     with pytest.raises(SystemExit):
-        mnist_fnn.main(["--help"])
-    assert "fully connected classifier 784-512-10 of MNIST" in " ".join(capsys.readouterr().out.split())
+        program(arguments)
+    return capsys.readouterr().out
+
+
+def test_help_says_what_the_recipe_trains_and_names_the_command(capsys):
+    printed = printed_help(capsys, mnist_fnn.main, "--help")
+    assert "fully connected classifier 784-512-10 of MNIST" in " ".join(printed.split())
+    assert printed.startswith("usage: python -m lightning_struct.recipes.mnist_fnn {fit,validate,test,predict} [--c")
+
+
+def test_help_of_a_subcommand_is_that_of_the_recipe_and_all_of_it_if_asked_for(capsys):
+    short = printed_help(capsys, lightning_struct_command, "mnist_fnn", "fit", "--help")
+    assert short.startswith("usage: lightning-struct mnist_fnn fit ") and len(short.splitlines()) < 120
+    for option in ("--quick", "--help.full", "--ckpt_path", "--data.train_size", "--model.optimizer.ratio=0.1"):
+        assert f"  {option}" in short
+    assert "--trainer.strategy" not in short
+    assert "--trainer.strategy" in printed_help(capsys, mnist_fnn.main, "fit", "--help.full")
 
 
 def test_missing_checkpoint_is_one_error_before_anything_is_written():

@@ -67,9 +67,9 @@ class EqualBatches(Callback):
 
 
 def compare_batches(trainer: Any) -> None:
-    """Let the processes of a Trainer compare their numbers of batches, before other callbacks wait for each other."""
+    """Let the processes of a Trainer compare their numbers of batches."""
     if trainer.world_size > 1 and not any(isinstance(callback, EqualBatches) for callback in trainer.callbacks):
-        trainer.callbacks = [EqualBatches(), *trainer.callbacks]
+        trainer.callbacks.append(EqualBatches())
 
 
 def _compared_batches(trainer: L.Trainer, batches: int, *, goes_on: bool = False) -> list[int]:

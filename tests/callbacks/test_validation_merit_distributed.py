@@ -41,7 +41,7 @@ class Notes(L.Callback):
         self.directory = directory
 
     def on_fit_end(self, trainer, pl_module):
-        (stopping,) = (callback for callback in trainer.callbacks if isinstance(callback, ValidationMeritStopping))
+        stopping = trainer.callbacks[0]
         found = [stopping.best_value, stopping.best_step, stopping.wait, trainer.global_step, pl_module.weight.item()]
         torch.save(found, self.directory / f"{trainer.world_size}_{trainer.global_rank}.pt")
 

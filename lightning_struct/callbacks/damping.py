@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_struct.functional.solvers.damping import MAX_DAMPING, check_levenberg_marquardt, levenberg_marquardt
+from lightning_struct.functional.solvers.damping import MAX_DAMPING, check_levenberg_marquardt, reduction_ratio_rule
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check, is_number
 from lightning_struct.utilities.lightning_internals import names_of_optimizers
@@ -71,7 +71,7 @@ class LevenbergMarquardtDamping(Callback):
     def decide(self, damping: float, reduction_ratio: float) -> float:
         """Damping of the next step; override it for another rule."""
         bounds = {"min_damping": self.min_damping, "max_damping": self.max_damping}
-        return levenberg_marquardt(
+        return reduction_ratio_rule(
             damping, reduction_ratio, drop=self.drop, lower=self.lower, upper=self.upper, **bounds
         )
 

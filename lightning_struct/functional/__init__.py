@@ -23,7 +23,8 @@ from lightning_struct.functional.layers.registry import register_layer, unregist
 from lightning_struct.functional.residuals.jacobians import DenseJacobian, Jacobian
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.solvers.conjugate_gradient import ConjugateGradientResult, conjugate_gradient
-from lightning_struct.functional.solvers.damping import ScaledDamping, levenberg_marquardt, next_batch_rule
+from lightning_struct.functional.solvers.curve_fit import CurveFit, curve_fit, levenberg_marquardt
+from lightning_struct.functional.solvers.damping import ScaledDamping, next_batch_rule, reduction_ratio_rule
 from lightning_struct.functional.solvers.factored_least_squares import (
     DampedSolver,
     FactoredLeastSquares,
@@ -68,18 +69,18 @@ from lightning_struct.functional.structured.transforms import (
 from lightning_struct.functional.structured.tridiagonal import tridiagonal_matmul, tridiagonal_to_dense
 
 __all__ = [
-    "BinaryCrossEntropy", "ConjugateGradientResult", "CrossEntropy", "DampedSolver", "DenseJacobian",
+    "BinaryCrossEntropy", "ConjugateGradientResult", "CrossEntropy", "CurveFit", "DampedSolver", "DenseJacobian",
     "DenseOperator", "Derivatives", "DiagonalOperator", "DisplacementOperator", "FactoredLeastSquares",
     "GaussNewtonLoss", "GradientNormRecorder", "GramLeastSquares", "Jacobian", "LayerCall", "LeastSquares",
     "LeastSquaresResult", "LineSearchResult", "Linearization", "Matrix", "ParameterNorms", "PreparedMatrix",
     "ProjectedLeastSquares", "RightPreconditioner", "ScaledDamping", "ShiftOperator", "SquaredError",
     "SubdiagonalOperator", "TransposedOperator", "TridiagonalOperator", "armijo", "cauchy_like_matmul",
-    "choose_subdiagonal_method", "choose_tridiagonal_method", "circulant_matmul", "conjugate_gradient",
+    "choose_subdiagonal_method", "choose_tridiagonal_method", "circulant_matmul", "conjugate_gradient", "curve_fit",
     "displacement_rank", "empirical_fisher_diagonal", "fisher_scaling", "geodesic_acceleration",
-    "gradient_variance", "hadamard_transform", "hankel_like_matmul", "jacobi_scaling", "krylov_matrix",
-    "laplacian", "ldr_matmul", "ldr_to_dense", "levenberg_marquardt", "linearize", "lsmr", "lsqr",
-    "next_batch_rule", "norm_test_batch_size", "partial_derivatives", "per_sample_gradient_norms",
-    "prepare_subdiagonal", "randomized_gauss_newton_diagonal", "register_layer", "required_batch_size",
+    "gradient_variance", "hadamard_transform", "hankel_like_matmul", "jacobi_scaling", "krylov_matrix", "laplacian",
+    "ldr_matmul", "ldr_to_dense", "levenberg_marquardt", "linearize", "lsmr", "lsqr", "next_batch_rule",
+    "norm_test_batch_size", "partial_derivatives", "per_sample_gradient_norms", "prepare_subdiagonal",
+    "randomized_gauss_newton_diagonal", "reduction_ratio_rule", "register_layer", "required_batch_size",
     "subdiagonal_matmul", "subdiagonal_to_dense", "sylvester_displacement", "toeplitz_like_matmul",
     "tridiagonal_matmul", "tridiagonal_to_dense", "unregister_layer", "vandermonde_like_matmul",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct import LevenbergMarquardtDamping
-from lightning_struct.functional.solvers.damping import levenberg_marquardt
+from lightning_struct.functional.solvers.damping import reduction_ratio_rule
 from lightning_struct.optim import LevenbergMarquardt
 from tests.mixins.helpers import Network, SHFNetwork, draw_loader, make_trainer, regression_data, weights
 
@@ -161,7 +161,7 @@ def test_the_rule_of_the_optimizer_does_not_count_and_is_put_back_after_fit(tmp_
     assert {report.damping for report in module.reports} == {1.0}
     inputs, targets = regression_data().tensors
     report = trainer.optimizers[0].step(inputs=inputs, targets=targets)
-    assert trainer.optimizers[0].damping == levenberg_marquardt(report.damping, report.reduction_ratio, drop=0.5)
+    assert trainer.optimizers[0].damping == reduction_ratio_rule(report.damping, report.reduction_ratio, drop=0.5)
 
 
 def test_it_takes_over_from_a_run_that_did_without(tmp_path):

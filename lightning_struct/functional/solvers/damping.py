@@ -13,7 +13,7 @@ MAX_DAMPING = 1e9
 _SHORTEST_STEP, _SLOWER = 0.1, 0.2
 
 
-def levenberg_marquardt(
+def reduction_ratio_rule(
     damping: float,
     reduction_ratio: float,
     *,
@@ -36,7 +36,7 @@ def levenberg_marquardt(
         max_damping: λ is never set above it.
 
     Example:
-        >>> [levenberg_marquardt(10.0, ratio, drop=0.5) for ratio in (0.1, 0.5, 0.9)]
+        >>> [reduction_ratio_rule(10.0, ratio, drop=0.5) for ratio in (0.1, 0.5, 0.9)]
         [20.0, 10.0, 5.0]
     """
     # λ <- λ/drop if ρ < 1/4, drop·λ if ρ > 3/4 (section 4.2)
@@ -48,7 +48,7 @@ def levenberg_marquardt(
 
 
 def check_levenberg_marquardt(drop: float, lower: float, upper: float, min_damping: float, max_damping: float) -> None:
-    """Raise ValueError for settings that :func:`levenberg_marquardt` has no meaning for."""
+    """Raise ValueError for settings that :func:`reduction_ratio_rule` has no meaning for."""
     if not 0.0 < drop <= 1.0:
         raise ValueError(f"drop must be in (0, 1], got {drop}")
     if not lower <= upper:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_struct.functional.checks import is_integer, is_real
 from lightning_struct.functional.jacobian.gauss_newton import BACKENDS
 from lightning_struct.functional.layers.gradient_norms import required_batch_size
-from lightning_struct.functional.solvers.damping import MAX_DAMPING, levenberg_marquardt
+from lightning_struct.functional.solvers.damping import MAX_DAMPING, reduction_ratio_rule
 from lightning_struct.functional.solvers.least_squares import RightPreconditioner
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Damping(Choice):
     def adapted(self, damping: float, reduction_ratio: float, drop: float) -> float:
         """λ of the next step."""
         smallest, largest = self.bounds
-        return levenberg_marquardt(
+        return reduction_ratio_rule(
             damping,
             reduction_ratio,
             drop=drop,

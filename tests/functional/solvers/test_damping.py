@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_struct.functional import levenberg_marquardt
+from lightning_struct.functional import reduction_ratio_rule
 from lightning_struct.functional.solvers.damping import ScaledDamping, check_levenberg_marquardt, next_batch_rule
 
 
@@ -20,7 +20,7 @@ from lightning_struct.functional.solvers.damping import ScaledDamping, check_lev
     ],
 )
 def test_damping_rises_below_a_quarter_and_falls_above_three_quarters(ratio: float, expected: float) -> None:
-    assert levenberg_marquardt(2.0, ratio, drop=0.5) == expected
+    assert reduction_ratio_rule(2.0, ratio, drop=0.5) == expected
 
 
 @pytest.mark.parametrize(
@@ -34,19 +34,19 @@ def test_damping_rises_below_a_quarter_and_falls_above_three_quarters(ratio: flo
     ],
 )
 def test_thresholds_bounds_and_the_drop_can_be_set(ratio: float, options: dict[str, float], expected: float) -> None:
-    assert levenberg_marquardt(2.0, ratio, **{"drop": 0.5, **options}) == expected
+    assert reduction_ratio_rule(2.0, ratio, **{"drop": 0.5, **options}) == expected
 
 
 @given(st.floats(1e-6, 1e6), st.floats(0.5, 1.0))
 def test_a_fall_undoes_a_rise(damping: float, drop: float) -> None:
-    risen = levenberg_marquardt(damping, 0.0, drop=drop)
-    assert levenberg_marquardt(risen, 1.0, drop=drop) == pytest.approx(damping, rel=1e-12)
+    risen = reduction_ratio_rule(damping, 0.0, drop=drop)
+    assert reduction_ratio_rule(risen, 1.0, drop=drop) == pytest.approx(damping, rel=1e-12)
 
 
 @given(st.floats(1e-6, 1e6), st.floats(-10, 10), st.floats(0, 10), st.floats(0.1, 1.0))
 def test_a_better_ratio_never_gives_more_damping(damping: float, ratio: float, gain: float, drop: float) -> None:
-    worse = levenberg_marquardt(damping, ratio, drop=drop)
-    assert levenberg_marquardt(damping, ratio + gain, drop=drop) <= worse
+    worse = reduction_ratio_rule(damping, ratio, drop=drop)
+    assert reduction_ratio_rule(damping, ratio + gain, drop=drop) <= worse
 
 
 VALID: dict[str, Any] = {"drop": 0.99, "lower": 0.25, "upper": 0.75, "min_damping": 0.0, "max_damping": math.inf}

@@ -1,0 +1,209 @@
+"""Fits against certified values (NIST StRD), against each other in a batch, and what bad input gets."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import exp
+
+from lightning_struct.functional import curve_fit, levenberg_marquardt
+
+# Data, two starts, certified parameters and standard deviations (NIST/ITL StRD, nonlinear regression).
+MISRA1A = (
+    lambda x, a, b: a * (1 - exp(-b * x)),
+    [77.6, 114.9, 141.1, 190.8, 239.9, 289.0, 332.8, 378.4, 434.8, 477.3, 536.8, 593.1, 689.1, 760.0],
+    [10.07, 14.73, 17.94, 23.93, 29.61, 35.18, 40.02, 44.82, 50.76, 55.05, 61.01, 66.4, 75.47, 81.78],
+    [[500.0, 0.0001], [250.0, 0.0005]],
+    [238.94212918, 0.00055015643181],
+    [2.7070075241, 7.2668688436e-06],
+)
+BOXBOD = (
+    MISRA1A[0],
+    [1.0, 2.0, 3.0, 5.0, 7.0, 10.0],
+    [109.0, 149.0, 149.0, 191.0, 213.0, 224.0],
+    [[1.0, 1.0], [100.0, 0.75]],
+    [213.80940889, 0.54723748542],
+    [12.354515176, 0.10455993237],
+)
+MGH09 = (
+    lambda x, a, b, c, d: a * (x**2 + x * b) / (x**2 + x * c + d),
+    [4.0, 2.0, 1.0, 0.5, 0.25, 0.167, 0.125, 0.1, 0.0833, 0.0714, 0.0625],
+    [0.1957, 0.1947, 0.1735, 0.16, 0.0844, 0.0627, 0.0456, 0.0342, 0.0323, 0.0235, 0.0246],
+    [[25.0, 39.0, 41.5, 39.0], [0.25, 0.39, 0.415, 0.39]],
+    [0.19280693458, 0.19128232873, 0.12305650693, 0.13606233068],
+    [0.011435312227, 0.19633220911, 0.080842031232, 0.090025542308],
+)
+MGH10 = (
+    lambda x, a, b, c: a * exp(b / (x + c)),
+    [50.0 + 5.0 * step for step in range(16)],
+    [34780, 28610, 23650, 19630, 16370, 13720, 11540, 9744, 8261, 7030, 6005, 5147, 4427, 3820, 3307, 2872],
+    [[2.0, 400000.0, 25000.0], [0.02, 4000.0, 250.0]],
+    [0.005609636471, 6181.3463463, 345.22363462],
+    [0.00015687892471, 23.309021107, 0.78486103508],
+)
+CERTIFIED = {"Misra1a": MISRA1A, "BoxBOD": BOXBOD, "MGH09": MGH09, "MGH10": MGH10}
+
+
+def doubles(*values):
+    return [torch.tensor(value, dtype=torch.float64) for value in values]
+
+
+@pytest.fixture
+def decays():
+    """Forty noisy decays a exp(-b x) + c, at 30 places each, and the parameters that made them."""
+    generator = torch.Generator().manual_seed(0)
+    true = torch.rand(40, 3, dtype=torch.float64, generator=generator) + 0.5
+    x = torch.linspace(0, 4, 30, dtype=torch.float64)
+    noise = torch.randn(40, 30, dtype=torch.float64, generator=generator)
+    return x, decay(x, *true[:, :, None].unbind(1)) + 0.01 * noise, true
+
+
+def decay(x, a, b, c):
+    return a * exp(-b * x) + c
+
+
+@pytest.mark.parametrize(("name", "start"), [*itertools.product(CERTIFIED, [1]), ("BoxBOD", 0), ("MGH09", 0)])
+def test_certified_values_are_reached(name, start):
+    f, x, y, starts, parameters, deviations = CERTIFIED[name]
+    x, y, parameters, deviations = doubles(x, y, parameters, deviations)
+    fit = curve_fit(f, x, y, starts[start])
+    assert fit.converged and fit.reason[0] in ("ftol", "xtol", "gtol")
+    torch.testing.assert_close(fit.parameters, parameters, rtol=2e-5, atol=0)
+    torch.testing.assert_close(fit.standard_errors, deviations, rtol=2e-5, atol=0)
+    torch.testing.assert_close(fit.residuals, f(x, *fit.parameters) - y)
+
+
+@pytest.mark.parametrize("copies", [1, 3], ids=["by QR", "by Cholesky"])
+def test_fits_of_a_batch_are_those_of_each_alone(decays, copies):
+    x, y, _ = decays
+    fits = curve_fit(decay, x, y.repeat(copies, 1), torch.ones(40 * copies, 3, dtype=torch.float64))
+    assert fits.converged.all() and len(fits.reason) == 40 * copies
+    for index in (0, 17):
+        alone = curve_fit(decay, x, y[index], [1.0, 1.0, 1.0])
+        for name in ("parameters", "covariance", "residuals"):
+            torch.testing.assert_close(getattr(fits, name)[index], getattr(alone, name), rtol=1e-5, atol=1e-8)
+
+
+def test_leading_dimensions_are_those_of_the_first_parameters(decays):
+    x, y, _ = decays
+    fits = curve_fit(decay, x.expand(8, 5, 30), y.reshape(8, 5, 30), torch.ones(8, 5, 3, dtype=torch.float64))
+    assert fits.parameters.shape == (8, 5, 3) and fits.covariance.shape == (8, 5, 3, 3)
+    assert fits.steps.shape == fits.converged.shape == (8, 5) and fits.residuals.shape == (8, 5, 30)
+
+
+def test_a_curve_whose_rows_depend_on_each_other_has_the_right_derivatives(decays):
+    x, y, _ = decays
+
+    def normalised(x, a, b, c):
+        curve = decay(x, a, b, torch.zeros_like(c))
+        return curve / curve.sum() + c
+
+    y = normalised(x, *doubles(2.0, 0.7, 0.1))
+    fit = curve_fit(lambda x, b, c: normalised(x, torch.ones_like(b), b, c), x, y, [1.5, 0.0])
+    torch.testing.assert_close(fit.parameters, torch.tensor([0.7, 0.1], dtype=torch.float64))
+
+
+def test_covariance_is_that_of_linear_regression():
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(20, 3, dtype=torch.float64, generator=generator)
+    y, sigma = torch.randn(20, dtype=torch.float64, generator=generator), torch.linspace(0.5, 2, 20).double()
+
+    def line(x, a, b, c):
+        return x[:, 0] * a + x[:, 1] * b + x[:, 2] * c
+
+    A = X / sigma[:, None]
+    fit = curve_fit(line, X, y, [0.0, 0.0, 0.0], sigma=sigma)
+    expected = torch.linalg.lstsq(A, (y / sigma)[:, None]).solution[:, 0]
+    torch.testing.assert_close(fit.parameters, expected)
+    variance = (A @ expected - y / sigma).square().sum() / 17
+    torch.testing.assert_close(fit.covariance, variance * torch.linalg.inv(A.T @ A))
+    absolute = curve_fit(line, X, y, [0.0, 0.0, 0.0], sigma=sigma, absolute_sigma=True)
+    torch.testing.assert_close(absolute.covariance, torch.linalg.inv(A.T @ A))
+
+
+def test_a_fit_within_bounds_rests_on_them_and_has_the_others_at_their_minimum(decays):
+    x, y, _ = decays
+    free = curve_fit(decay, x, y[0], [1.0, 1.0, 1.0]).parameters
+    bounds = ([0.0, 0.0, float(free[2]) + 0.1], [math.inf, math.inf, 5.0])
+    fit = curve_fit(decay, x, y[0], [1.0, 1.0, 2.0], bounds=bounds)
+    held = curve_fit(lambda x, a, b: decay(x, a, b, float(bounds[0][2])), x, y[0], [1.0, 1.0])
+    assert fit.converged and float(fit.parameters[2]) == bounds[0][2]
+    torch.testing.assert_close(fit.parameters[:2], held.parameters, rtol=1e-6, atol=0)
+    assert fit.covariance[2].eq(0).all() and fit.covariance[0, 0] > 0
+
+
+@pytest.mark.parametrize("loss", ["soft_l1", "huber", "cauchy"])
+def test_a_robust_loss_is_at_its_minimum_and_near_the_truth(decays, loss):
+    x, _, true = decays
+    y = decay(x, *true[0]) + 0.01 * torch.sin(20 * x)
+    y[::7] += 3.0
+    fit = curve_fit(decay, x, y, [1.0, 1.0, 1.0], loss=loss, scale=0.02)
+    assert fit.converged
+    torch.testing.assert_close(fit.parameters, true[0], rtol=0.05, atol=0)
+    rho = {
+        "soft_l1": lambda z: 2 * ((1 + z).sqrt() - 1),
+        "huber": lambda z: torch.where(z <= 1, z, 2 * z.sqrt() - 1),
+        "cauchy": lambda z: (1 + z).log(),
+    }[loss]
+    p = fit.parameters.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(rho(((decay(x, *p) - y) / 0.02).square()).sum(), p)
+    assert gradient.norm() < 0.05
+
+
+def test_a_fit_that_fails_is_marked_and_the_others_go_on(decays):
+    x, y, _ = decays
+    damaged = y[:4].clone()
+    damaged[2, 5] = math.nan
+    fits = curve_fit(decay, x, damaged, torch.ones(4, 3, dtype=torch.float64))
+    assert fits.converged.tolist() == [True, True, False, True] and fits.reason[2] == "not_finite"
+    torch.testing.assert_close(fits.parameters[3], curve_fit(decay, x, y[3], [1.0, 1.0, 1.0]).parameters)
+
+
+def test_a_fit_that_is_cut_off_says_so(decays):
+    x, y, _ = decays
+    fit = curve_fit(decay, x, y[0], [1.0, 1.0, 1.0], max_steps=1)
+    assert fit.reason == ["max_steps"] and not fit.converged and fit.steps == 1
+
+
+@pytest.mark.parametrize("values", [3, 30], ids=["no degrees of freedom", "singular"])
+def test_a_covariance_that_there_is_none_of_is_infinite(decays, values):
+    x, y, _ = decays
+    f = decay if values == 3 else lambda x, a, b, c: (a + b) * exp(-x) + c
+    fit = curve_fit(f, x[:values], y[0, :values], [1.0, 1.0, 1.0])
+    assert fit.covariance.isinf().all()
+
+
+def test_residual_functions_with_data_of_their_own():
+    targets = torch.tensor([[1.0, 2.0], [3.0, -1.0]], dtype=torch.float64)
+
+    def residuals(p, target):
+        return torch.stack([10 * (p[1] - p[0] ** 2), target[0] - p[0], target[1] * (p[0] - target[0])])
+
+    fits = levenberg_marquardt(residuals, torch.zeros(2, 2, dtype=torch.float64), targets)
+    torch.testing.assert_close(fits.parameters, torch.stack([targets[:, 0], targets[:, 0] ** 2], 1))
+
+
+X, Y = torch.linspace(0, 1, 5, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
+WRONG = {
+    "y must be a tensor of real floating point, but is torch.complex128": ({"y": Y + 0j}, TypeError),
+    "p0 must be a tensor of real floating point": ({"p0": torch.ones(2, dtype=torch.complex64)}, TypeError),
+    "y has 1 values for 2 parameters": ({"x": X[:1], "y": Y[:1]}, ValueError),
+    "y must be .N,. or p0's leading dimensions and N": ({"y": Y.expand(3, 5)}, ValueError),
+    "x must be a tensor with 5 rows": ({"x": X[:3]}, ValueError),
+    "f returns 1 values for 5 rows": ({"f": lambda x, a, b: a * x.sum()}, ValueError),
+    "sigma must be positive": ({"sigma": 0.0}, ValueError),
+    "bounds must be lower ones below upper ones": ({"bounds": (1.0, 0.0)}, ValueError),
+    "bounds exclude the first value 1 of parameter 0": ({"bounds": (2.0, 3.0)}, ValueError),
+    "loss must be one of 'squared', .*, but is 'l1'": ({"loss": "l1"}, ValueError),
+    "scale must be a positive number": ({"scale": 0.0}, ValueError),
+    "tolerance must be a positive number": ({"tolerance": math.nan}, ValueError),
+    "max_steps must be a positive integer": ({"max_steps": 0}, ValueError),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_bad_input_is_named(message):
+    changed, error = WRONG[message]
+    with pytest.raises(error, match=message):
+        curve_fit(**{"f": lambda x, a, b: a * x + b, "x": X, "y": Y, "p0": [1.0, 0.0], **changed})

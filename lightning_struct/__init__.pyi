@@ -27,6 +27,7 @@ from lightning_struct.nn import LowRank as LowRank
 from lightning_struct.nn import Monarch as Monarch
 from lightning_struct.nn import PrunedLinear as PrunedLinear
 from lightning_struct.nn import RandomizedHadamard as RandomizedHadamard
+from lightning_struct.nn import RecursiveLinear as RecursiveLinear
 from lightning_struct.nn import StructuredLinear as StructuredLinear
 from lightning_struct.nn import StructuredLSTM as StructuredLSTM
 from lightning_struct.nn import ToeplitzLike as ToeplitzLike

@@ -19,6 +19,7 @@ from lightning_struct.nn.layer_structure import apply_structure, freeze, layer_s
 from lightning_struct.nn.ldr import LDRSubdiagonal, LDRTridiagonal
 from lightning_struct.nn.monarch import Butterfly, Monarch
 from lightning_struct.nn.recurrent import StructuredLSTM
+from lightning_struct.nn.recursive import RecursiveLinear
 from lightning_struct.nn.replace import replace_linear
 from lightning_struct.nn.report import jacobian_norms, replacement_report
 from lightning_struct.nn.structured import StructuredLinear
@@ -27,11 +28,11 @@ from lightning_struct.nn.updates import AdaptedLinear
 __all__ = [
     "AdaptedLinear", "BlockStructured", "Butterfly", "CauchyLike", "ChannelLinear", "Circulant", "Fastfood",
     "FrozenLinear", "HankelLike", "LDRSubdiagonal", "LDRTridiagonal", "LowRank", "Monarch", "PatchLinear",
-    "PrunedLinear", "RandomizedHadamard", "StructuredAttention", "StructuredLSTM", "StructuredLinear",
-    "ToeplitzLike", "VandermondeLike", "adapter_parameter_groups", "adapter_state_dict", "add_adapters",
-    "apply_structure", "compress", "freeze", "jacobian_norms", "layer_structure", "load_adapter_state_dict",
-    "merge_adapters", "reduced_hidden_units", "replace_conv", "replace_linear", "replacement_report",
-    "sparse_normal_",
+    "PrunedLinear", "RandomizedHadamard", "RecursiveLinear", "StructuredAttention", "StructuredLSTM",
+    "StructuredLinear", "ToeplitzLike", "VandermondeLike", "adapter_parameter_groups", "adapter_state_dict",
+    "add_adapters", "apply_structure", "compress", "freeze", "jacobian_norms", "layer_structure",
+    "load_adapter_state_dict", "merge_adapters", "reduced_hidden_units", "replace_conv", "replace_linear",
+    "replacement_report", "sparse_normal_",
 ]  # fmt: skip
 
 STRUCTURED_CLASSES: dict[str, type[StructuredLinear]] = {

@@ -21,8 +21,6 @@ from lightning_struct.optim.rls.weights import TrainedWeight
 
 # Attribute of a gradient: its version when a step was made with it.
 _STEPPED = "version_stepped_by_rls"
-# The error of RLS.exact under torch.distributed.
-ROWS_OF_PROCESSES = "RLS.exact reads every row in one process, and there are several: train in one, or use RLS(...)"
 
 
 def mean_inputs(weights: Iterable[TrainedWeight], step: int) -> dict[TrainedWeight, Tensor]:
@@ -95,13 +93,7 @@ def gains_to_limit(states: Mapping[TrainedWeight, dict[str, Any]], max_gain: flo
 
 
 def reduce_statistics(weights: Sequence[TrainedWeight]) -> None:
-    """Sums and counts of all weights over processes, by one collective.
-
-    Raises:
-        ValueError: a weight needs the rows themselves.
-    """
-    if any(weight.form.by_rows for weight in weights):
-        raise ValueError(ROWS_OF_PROCESSES)
+    """Sums and counts of all weights over processes, by one collective."""
     dtype = max((weight.dtype for weight in weights), key=lambda dtype: dtype.itemsize)
     own = [
         w.parameter.new_zeros(w.groups, w.features, dtype=w.dtype) if w.statistics.total is None else w.statistics.total

@@ -98,7 +98,7 @@ def _rows(inputs: Tensor, features: int) -> Tensor:
 def _use(weight: TrainedWeight, inputs: Tensor, bias: int | None, sequences: int | None = None) -> Use:
     """The use of a weight without groups that multiplied inputs (..., n)."""
     rows = _rows(inputs, weight.features)
-    kept = rows if sequences is None and weight.keeps_rows(rows) else None
+    kept = weight.kept_rows(rows) if sequences is None else None
     return Use(
         batch_sum(rows.to(weight.dtype))[None], (len(rows),), sequences, bias, kept, weight.sample(rows),
         positions=sequences is None and inputs.ndim > 2,

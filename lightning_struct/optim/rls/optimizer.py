@@ -20,7 +20,6 @@ from lightning_struct.optim.requirements import (
     warn_of_hidden,
 )
 from lightning_struct.optim.rls.all_weights import (
-    ROWS_OF_PROCESSES,
     check_finite,
     check_inverses_fit,
     gains_to_limit,
@@ -35,16 +34,18 @@ from lightning_struct.optim.rls.layers import layers_to_train, linear_layer, mod
 from lightning_struct.optim.rls.recorder import InputRecorder, without_autocast
 from lightning_struct.optim.rls.settings import (
     LARGEST_FULL,
+    ExactP,
     FormName,
     FormOfP,
-    RowByRowP,
     Settings,
     check_decay,
-    check_number,
 )
 from lightning_struct.optim.rls.weights import StepBounds, TrainedWeight
 
 _log = logging.getLogger(__name__)
+_ROWS_OF_PROCESSES = (
+    "RLS.exact reads every row in one process, and there are several: train in one, or call nn.RecursiveLinear.update"
+)
 
 
 class RLS(OptimizerWithAuxiliary):
@@ -173,14 +174,13 @@ class RLS(OptimizerWithAuxiliary):
         """Exact recursive least squares for one linear layer: each step ends at the minimum over all data so far.
 
         The loss must be ½‖outputs - targets‖², averaged over a batch of any size (and summed over calls, if the layer
-        is called several times before one backward pass). The outputs of the layer are Θx, with x the input and a one
-        for the bias. Then the weights after batches 1 to s are, to rounding, and while P stays under its bound::
+        is called several times before one backward pass): the targets are read from its gradients. The outputs of the
+        layer are Θx, with x the input and a one for the bias. Then the weights after batches 1 to s are, to rounding::
 
             argmin_Θ  Σᵢ λˢ⁻ⁱ Σ_{x, y in batch i} ‖Θx - y‖² + δ λˢ ‖Θ - Θ₀‖²
 
-        P = δ (Σᵢ λˢ⁻ⁱ Σ xxᵀ + δ λˢ I)⁻¹ is updated by every row, in d² multiply-adds for d inputs. If λ < 1, its
-        diagonal is bounded by 2: for an input that has not occurred for long, half of δ remains. In float32 the
-        rounding errors of P add up over long streams: use ``module.double()``.
+        The recursion is that of :class:`~lightning_struct.nn.RecursiveLinear`, which needs no loss and no optimizer; it
+        is in float64 whatever the dtype of the layer.
 
         Args:
             module: the layer, or a network that contains it.
@@ -209,14 +209,11 @@ class RLS(OptimizerWithAuxiliary):
             True
         """
         check_module(module, "RLS", "whose layers it watches")
-        check_number("regularization", regularization)
+        form = ExactP(regularization=regularization)
         if world_size() > 1:
-            raise ValueError(ROWS_OF_PROCESSES)
+            raise ValueError(_ROWS_OF_PROCESSES)
         beside = modules_beside(module, linear_layer(module, layer))
-        return cls(
-            module, ratio=1 / regularization, forgetting=forgetting, gradient_scale=1 / regularization,
-            form=RowByRowP(), exclude=beside, auxiliary=auxiliary, max_gain=None,
-        )  # fmt: skip
+        return cls(module, forgetting=forgetting, form=form, exclude=beside, auxiliary=auxiliary, max_gain=None)
 
     def summary(self) -> str:
         """Table of the trained weights, with the form and size of P and the memory that it takes."""
@@ -280,7 +277,10 @@ class RLS(OptimizerWithAuxiliary):
         group_of = self._share_groups()
         for group in group_of.values():
             check_decay(group["lr"], group["weight_decay"])  # schedulers may have raised the rate since
+        is_exact = isinstance(self.settings.form, ExactP)
         if world_size() > 1:
+            if is_exact:
+                raise ValueError(_ROWS_OF_PROCESSES)
             reduce_statistics(self._weights)
         states = self.state.get("rls", {})  # type: ignore[call-overload]
         number = 1 + max((state["steps"] for state in states.values()), default=0)
@@ -288,7 +288,6 @@ class RLS(OptimizerWithAuxiliary):
         if not means:
             self._check_parameters()
         norms = step_norms(_parameters(self.param_groups), means)
-        is_exact = isinstance(self.settings.form, RowByRowP)
         remedy = "" if is_exact else "; lower lr, and if max_gain is None set max_grad_norm"
         check_finite(self.module, norms, means, number, remedy)
         if number == 1:

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +33,12 @@ class FormOfP(ABC):
 
     Attributes:
         interval: P is updated once in this many steps, by as much as in all of them.
-        by_rows: P is updated by every row of the inputs, not by their mean, and before the step.
 
     Raises:
         ValueError: a field is no integer above 0.
     """
 
     interval: int
-    by_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -123,10 +121,18 @@ class RankOneP(FormOfP):
         return RankOneInverse.identity(groups, size, like, forgetting)
 
 
-class RowByRowP(FullP):
-    """The full P of ``RLS.exact``: every row updates it, before the step."""
+@dataclass(frozen=True)
+class ExactP(FullP):
+    """The triangular factor of P⁻¹ that ``RLS.exact`` keeps.
 
-    by_rows = True
+    Args:
+        regularization: δ > 0.
+    """
+
+    regularization: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("regularization", self.regularization)
 
 
 _BY_NAME: dict[Any, type[FormOfP]] = {"full": FullP, "low_rank": LowRankP, "rank1": RankOneP}

@@ -14,6 +14,9 @@ from lightning_struct.optim.rls.gain_limit import Sample
 # place.
 ROUNDING = 32.0
 
+# Rows that are kept of all uses of a weight since the last step, for the bound on the gain; the last use may exceed it.
+MOST_SAMPLED = 2048
+
 
 @dataclass(frozen=True, eq=False)
 class Use:
@@ -62,7 +65,6 @@ class Statistics:
         groups: of the weight.
         biases: how many are added to its products.
         most_rows: of more rows no pairs are kept.
-        most_sampled: rows that are kept of the samples; the last use that is kept may exceed it.
 
     Attributes:
         total: (groups, n); None before the first use.
@@ -80,7 +82,6 @@ class Statistics:
     groups: int
     biases: int
     most_rows: float
-    most_sampled: float
     total: Tensor | None = None
     counts: list[float] = field(init=False)
     pairs: list[tuple[Tensor, Tensor]] | None = field(default_factory=list)
@@ -107,7 +108,7 @@ class Statistics:
         self.in_pass = max(sequences, self.in_pass)
         self.positions = self.positions or use.positions
         if use.sample is not None:
-            if self.sampled < self.most_sampled:
+            if self.sampled < MOST_SAMPLED:
                 self.sampled += use.sample.shape[1]
                 # A copy, with the entries of the biases: others may write to the inputs of a layer.
                 sample = nn.functional.pad(use.sample, (0, self.biases))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from lightning_struct.collective import world_size
 from lightning_struct.functional.curvature.recursive_least_squares import (
     InverseAutocorrelation,
-    SquareRootInverse,
     gain,
 )
 from lightning_struct.functional.randomness import normal_numbers
@@ -33,9 +31,6 @@ from lightning_struct.optim.rls.statistics import Arrival, Statistics, Use
 
 # Uses in earlier passes of which no gradient has come that are kept.
 MOST_WAITING = 64
-
-# Rows that are kept of all uses of a weight since the last step, for the bound on the gain.
-MOST_SAMPLED = 2048
 
 
 class Bias(NamedTuple):
@@ -133,20 +128,21 @@ class TrainedWeight:
         """Number of rows below which dZᵀ(X P) takes fewer multiply-adds than (dZᵀ X) P."""
         return self.outputs * self.size / (self.outputs + self.size)
 
-    def keeps_rows(self, inputs: Tensor) -> bool:
-        """Whether the step may want these rows (r, n) themselves, to multiply them by P before the cotangents.
+    def kept_rows(self, rows: Tensor) -> Tensor | None:
+        """The rows (r, n), if the step may want to multiply them by P before the cotangents; else None.
 
         Only on a CPU and in one process: whether they make up the gradient cannot be seen elsewhere without waiting for
         the device, and the gradients of DDP are those of all processes.
         """
-        return (
+        is_kept = (
             self.blank.is_dense
             and self.users == self.groups == 1
-            and len(inputs) < self.most_rows
-            and inputs.dtype == self.parameter.dtype == self.dtype
-            and inputs.device.type == "cpu"
+            and len(rows) < self.most_rows
+            and rows.dtype == self.parameter.dtype == self.dtype
+            and rows.device.type == "cpu"
             and world_size() == 1
         )
+        return rows if is_kept else None
 
     @property
     def takes_samples(self) -> bool:
@@ -155,8 +151,6 @@ class TrainedWeight:
 
     def sample(self, rows: Tensor) -> Tensor | None:
         """(1, s, n) of the rows (r, n): all of them, or enough for the bound on the gain; None if nobody needs them."""
-        if self.form.by_rows:
-            return rows.to(self.dtype)[None]
         return sample_rows(rows.to(self.dtype))[None] if self.takes_samples else None
 
     def arrive(self, arrival: Arrival) -> None:
@@ -196,8 +190,7 @@ class TrainedWeight:
         Uses in passes that may be differentiated wait on: Lightning clears gradients after the forward pass, in which a
         loss may have taken derivatives.
         """
-        most_sampled = math.inf if self.form.by_rows else MOST_SAMPLED
-        self.statistics = Statistics(self.groups, len(self.biases), self.most_rows, most_sampled)
+        self.statistics = Statistics(self.groups, len(self.biases), self.most_rows)
         self.arrived = {use: arrival for use, arrival in self.arrived.items() if arrival.may_be_differentiated}
 
     def end_step(self) -> None:
@@ -269,13 +262,8 @@ class TrainedWeight:
         """
         P, kT = self.blank.with_state(state), group["ratio"] * self.statistics.steps
         scale, lr, momentum = group["gradient_scale"], float(group["lr"]), group["momentum"]  # lr may be a tensor
-        if self.form.by_rows:
-            P = self.update_by_rows_(P, group["ratio"])
-            u, h = mean, torch.ones_like(mean[:, 0])
-            scale = scale * self.statistics.samples_seen  # the loss is averaged over them
-        else:
-            u = P.apply(mean)  # u = P x̄: (54)
-            h = gain(mean, u, kT, P.forgetting)  # h = λ + kT x̄ᵀu: (55)
+        u = P.apply(mean)  # u = P x̄: (54)
+        h = gain(mean, u, kT, P.forgetting)  # h = λ + kT x̄ᵀu: (55)
         together = bounds.max_gain is not None and bounds.weights > 1
         rate = h.reciprocal().mul_(scale * (lr * bounds.clip * (TOGETHER if together else 1.0)))  # η/h
         if bounds.largest_gain is not None and bounds.max_gain is not None:
@@ -306,7 +294,7 @@ class TrainedWeight:
             self._add_step_(theta, P, rate.neg_(), most)  # Θ ← Θ - (η/h) ∇ P: (62), (63) and (97)
 
         interval = self.form.interval
-        if not self.form.by_rows and state["steps"] % interval == 0:
+        if state["steps"] % interval == 0:
             if interval > 1:  # for all its steps at once
                 kT = kT * interval
                 h = gain(mean, u, kT, P.forgetting)
@@ -318,19 +306,6 @@ class TrainedWeight:
             P.subtract_product_(theta, features, constants, l1)
         state["steps"] += 1
         self._write(*theta)
-
-    def update_by_rows_(self, P: InverseAutocorrelation, k: float) -> InverseAutocorrelation:
-        """P⁻¹ ← λ P⁻¹ + k XᵀX, one row after the other: equations (20) and (24). Only the first row forgets.
-
-        Returns:
-            P with λ = 1.
-        """
-        for x in torch.cat([sample.rows for sample in self.statistics.samples], 1).unbind(1):
-            u = P.apply(x)
-            P.update_(x, u, gain(x, u, k, P.forgetting), k)
-            if isinstance(P, SquareRootInverse):
-                P = replace(P, forgetting=1.0)
-        return P
 
     def _add_step_(
         self, targets: Sequence[Tensor], P: InverseAutocorrelation, factor: Tensor, most: float | None

@@ -123,17 +123,34 @@ def test_a_layer_within_several_modules_is_trained_alone():
     assert others["params"] == [*inner[0].parameters(), *beside.parameters()]
 
 
-def test_an_input_that_does_not_come_keeps_half_of_the_penalty():
+def test_an_input_that_never_comes_keeps_its_weights():
     layer = linear()
-    optimizer = RLS.exact(layer, forgetting=0.5)
+    start = layer.weight[:, 0].detach().clone()
 
     def read(step):
         inputs, targets = batch(step)
         return inputs * (torch.arange(6) > 0), targets
 
-    train(layer, optimizer, range(30), read)
-    root = optimizer.state["rls"]["weight"]["root"][0]
-    assert (root @ root.t())[0, 0].item() == pytest.approx(2.0)
+    train(layer, RLS.exact(layer, forgetting=0.5), range(30), read)
+    torch.testing.assert_close(layer.weight[:, 0], start, rtol=0, atol=1e-12)
+
+
+def test_a_loss_with_a_penalty_is_refused_and_changes_nothing():
+    layer = linear()
+    start, optimizer = joined(layer), RLS.exact(layer)
+    inputs, targets = batch(0)
+    (squared_error(layer(inputs), targets) + layer.weight.square().sum()).backward()
+    with pytest.raises(ValueError, match="the gradient of weight is not that of ½‖outputs - targets‖² alone"):
+        optimizer.step()
+    assert torch.equal(joined(layer), start)
+
+
+def test_the_state_of_another_recursion_is_refused():
+    state = RLS.exact(linear())
+    train(state.module, state, range(1))
+    other = RLS.exact(nn.Linear(6, 3))
+    with pytest.raises(ValueError, match=r"not that of RLS.exact for weights \(3, 7\).*but for \(2, 7\)"):
+        other.load_state_dict(state.state_dict())
 
 
 @pytest.mark.parametrize("forgetting", [1.0, 0.95])

@@ -43,21 +43,22 @@ import yaml  # type: ignore[import-untyped]
 from matplotlib.figure import Figure
 
 import harness
+import style
 from harness import Run
 from lightning_struct.callbacks.growing_batch_size import GradientStatistics
 from lightning_struct.models import SHFAutoencoder
 
 ITERATIONS = (50, 100, 150, 200, 250, 300, 350, 390)
 CPU_SECONDS = (15, 30, 60, 120, 240, 480, 960)
-# What is drawn, in this order: the beginning of a way's name -> its colour and label; of several ways the best.
+# The beginning of a way's name -> its name in pictures, in this order; of several ways the best is drawn.
 DRAWN = {
-    "kronecker": ("C3", "SHF, Kronecker factors"),
-    "adam": ("C1", "Adam"),
-    "soap": ("C4", "SOAP"),
-    "sgd": ("C2", "SGD with momentum"),
-    "l-bfgs": ("C5", "L-BFGS"),
-    "shf": ("C0", "SHF of the paper"),
-    "hf": ("C7", "HF (Martens)"),
+    "kronecker": "SHF, Kronecker factors",
+    "adam": "Adam",
+    "soap": "SOAP",
+    "sgd": "SGD with momentum",
+    "l-bfgs": "L-BFGS",
+    "shf": "SHF of the paper",
+    "hf": "Martens' method",
 }
 
 
@@ -290,44 +291,46 @@ def compare_with_adam(by_name: dict[str, list[Run]]) -> None:
         harness.print_row(run["seed"], f"{error:.3f}", f"{seconds_to(run, error):.0f}", "; ".join(others))
 
 
-@harness.readable
+@style.readable
 def draw_errors(by_name: dict[str, list[Run]]) -> Figure:
     """Validation error against CPU seconds, the best way of each kind; a curve for each seed."""
-    figure = Figure(figsize=(harness.WIDTH, 5.5), layout="constrained")
+    figure = Figure(figsize=(style.WIDTH, 4.5), layout="constrained")
     axes = figure.subplots()
     drawn: list[Run] = []
-    for kind, (color, label) in DRAWN.items():
+    for kind, label in DRAWN.items():
         name = best_of(by_name, kind)
         for i, run in enumerate(by_name.get(name or "", [])):
             cpu, error = zip(*((v["cpu"], v["error"]) for v in run["validations"]), strict=True)
-            details = f" {name[len(kind) + 1 :]}" if name and len(name) > len(kind) else ""
-            axes.plot(cpu, error, color=color, label=None if i else label + details, **harness.seed_style(i))
+            details = f", {name[len(kind) + 1 :]}" if name and len(name) > len(kind) else ""
+            axes.plot(
+                cpu, error, color=style.color_of(label), label=None if i else label + details, **style.seed_style(i)
+            )
             drawn.append(run)
-    axes.set(xlabel="CPU seconds, one thread", ylabel="validation error ‖x̂ - x‖², mean over images")
+    axes.set(xlabel="CPU seconds, one thread", ylabel="validation error, mean of ‖x̂ - x‖²")
     axes.set(xscale="log", yscale="log")
     axes.set_xlim(left=max(2.0, 0.9 * min((run["validations"][0]["cpu"] for run in drawn), default=0.0)))
-    harness.plain_ticks(axes.xaxis, axes.yaxis)
-    axes.grid(alpha=0.25)
-    harness.legend_below(figure, axes, harness.explain_seeds({run["seed"] for run in drawn}), columns=3)
+    style.plain_ticks(axes.xaxis, axes.yaxis)
+    axes.grid()
+    style.legend_below(figure, axes, style.explain_seeds({run["seed"] for run in drawn}), columns=3)
     return figure
 
 
-@harness.readable
+@style.readable
 def draw_sizes(runs: Sequence[Run]) -> Figure:
     """Batch size and solver iterations of SHF against CPU seconds."""
-    figure = Figure(figsize=(harness.WIDTH, 4.5), layout="constrained")
+    figure = Figure(figsize=(style.WIDTH, 4.5), layout="constrained")
     axes = figure.subplots()
     for i, run in enumerate(runs):
         columns = ((s["cpu"], s["batch_size"], s["solver_iterations"]) for s in run["steps"])
         cpu, size, iterations = zip(*columns, strict=True)
-        style = harness.seed_style(i)
-        axes.plot(cpu, size, color="C0", label=None if i else "samples in a batch", **style)
-        axes.plot(cpu, iterations, color="C3", label=None if i else "LSMR iterations of a step", **style)
+        look = style.seed_style(i)
+        axes.plot(cpu, size, color=style.SHF, label=None if i else "samples in a batch", **look)
+        axes.plot(cpu, iterations, color=style.RLS, label=None if i else "LSMR iterations of a step", **look)
     axes.set(xlabel="CPU seconds, one thread", ylabel="number of samples or iterations", xscale="log", yscale="log")
     axes.set_xlim(left=1)
-    harness.plain_ticks(axes.xaxis, axes.yaxis)
-    axes.grid(alpha=0.25)
-    harness.legend_below(figure, axes, harness.explain_seeds({run["seed"] for run in runs}), columns=2)
+    style.plain_ticks(axes.xaxis, axes.yaxis)
+    axes.grid()
+    style.legend_below(figure, axes, style.explain_seeds({run["seed"] for run in runs}), columns=2)
     return figure
 
 

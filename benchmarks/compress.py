@@ -35,18 +35,17 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import adapters
+import style
 from harness import (
     RESULTS,
     Run,
     load_runs,
     make_directory,
     make_parser,
-    plain_ticks,
     print_header,
     print_machines,
     print_row,
     progress,
-    readable,
     run_name,
     run_once,
     spread,
@@ -281,10 +280,13 @@ def report(runs: Sequence[Run], networks: Sequence[str]) -> None:
     print_machines(runs)
 
 
-@readable
-def draw(runs: Sequence[Run], networks: Sequence[str], file: Path) -> None:
+TITLES = {"resnet": "residual network, CIFAR-10", "transformer": "transformer, characters"}
+
+
+@style.readable
+def draw(runs: Sequence[Run], networks: Sequence[str]) -> Figure:
     """Accuracy after fine-tuning against bytes, a panel for each network; low and high of the seeds as a band."""
-    figure = Figure(figsize=(8.0, 4.0), layout="constrained")
+    figure = Figure(figsize=(style.WIDTH, 4.0), layout="constrained")
     panels = figure.subplots(1, len(networks), squeeze=False)[0]
     for axes, name in zip(panels, networks, strict=True):
         of_network = [run for run in runs if run["network"] == name]
@@ -297,18 +299,19 @@ def draw(runs: Sequence[Run], networks: Sequence[str], file: Path) -> None:
                     after = [run["after"] for run in of_way]
                     points.append((4 * of_way[0]["parameters"], statistics.median(after), min(after), max(after)))
             sizes, middle, low, high = zip(*points, strict=True)
-            (line,) = axes.plot(sizes, middle, marker=marker, label=way)
-            axes.fill_between(sizes, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-        axes.plot(whole["parameters"], whole["in_8_bits"], "kD", label="8 bits, not fine-tuned")
-        axes.axhline(whole["accuracy"], color="0.6", linestyle="--", label="as it was")
+            color = style.color_of(way)
+            axes.plot(sizes, middle, marker=marker, color=color, label=way)
+            axes.fill_between(sizes, low, high, color=color, alpha=0.2, linewidth=0)
+        axes.plot(whole["parameters"], whole["in_8_bits"], "D", color=style.INK, label="8 bits, not fine-tuned")
+        axes.axhline(whole["accuracy"], color=style.INK, linestyle="--", label="not compressed")
         axes.set_xscale("log")
         axes.set_xlabel("bytes of the weights")
-        axes.set_title(name)
-        plain_ticks(axes.xaxis)
+        axes.set_title(TITLES[name])
+        style.plain_ticks(axes.xaxis)
     panels[0].set_ylabel("test accuracy, %, after fine-tuning")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
-    figure.savefig(file)
+    return figure
 
 
 def sizes(networks: Sequence[str], arguments: argparse.Namespace, results: Path) -> None:
@@ -365,7 +368,7 @@ def main() -> None:
     runs = load_runs(results)
     report(runs, arguments.networks)
     if arguments.picture is not None:
-        draw(runs, arguments.networks, arguments.picture)
+        draw(runs, arguments.networks).savefig(arguments.picture)
 
 
 if __name__ == "__main__":

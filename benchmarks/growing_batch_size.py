@@ -51,6 +51,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import harness
+import style
 from harness import Run
 from lightning_struct import GrowingBatchSize
 from lightning_struct.data import CIFAR10DataModule, IMDBDataModule, MNISTDataModule
@@ -243,6 +244,21 @@ FIXED = {f"fixed ×{multiple}": multiple for multiple in MULTIPLES}
 DOUBLING, RAMP, DEFAULT = "doubling, rate ×√2", "linear ramp", "`GrowingBatchSize()`"
 SCALED = '`scale_lr="sqrt"`'
 GROWING = (DEFAULT, SCALED)
+LABELS = {
+    "fixed ×1": "fixed batch",
+    "fixed ×2": "fixed batch, twice as large",
+    "fixed ×4": "fixed batch, four times as large",
+    SCALED: 'GrowingBatchSize(scale_lr="sqrt")',
+}
+TITLES = {
+    "mnist": "digits (MNIST), SGD",
+    "cifar": "images (CIFAR-10), SGD",
+    "cifar_all": "images (all of CIFAR-10), SGD",
+    "cifar_cosine": "images (CIFAR-10), Adam, cosine schedule",
+    "characters": "characters, transformer, AdamW",
+    "imdb": "reviews (IMDB), LSTM, Adam",
+    "autoencoder": "autoencoder of digits, Adam",
+}
 DRAWN = ("fixed ×1", "fixed ×2", DOUBLING, *GROWING)
 WAYS = (*FIXED, DOUBLING, RAMP, DEFAULT, SCALED)
 
@@ -395,44 +411,40 @@ def median_curve(runs: Sequence[Run], measure: str) -> tuple[list[float], list[l
     return at, [[of_seeds(losses) for losses in by_validation] for of_seeds in (min, statistics.median, max)]
 
 
-@harness.readable
+@style.readable
 def draw(runs: Sequence[Run]) -> Figure:
-    """The lowest validation loss so far over seconds and over steps, and the size of the batch; a row for each task."""
+    """The lowest validation loss so far over seconds, and the size of the batch over samples; a row for each task."""
     tasks = [name for name in TASKS if any(run["task"] == name for run in runs)]
-    figure = Figure(figsize=(harness.WIDTH, 2.3 * len(tasks) + 1), layout="constrained")
-    rows = figure.subplots(len(tasks), 3, squeeze=False)
+    figure = Figure(figsize=(style.WIDTH, 2.4 * len(tasks) + 1), layout="constrained")
+    rows = figure.subplots(len(tasks), 2, squeeze=False)
     for name, row in zip(tasks, rows, strict=True):
         late: list[float] = []
-        for color, way in enumerate(drawn_ways(runs, name)):
+        for way in drawn_ways(runs, name):
             if not (of_way := of(runs, name, way)):
                 continue
-            style: dict[str, Any] = {"color": f"C{color}", "linestyle": "-" if way in GROWING else "--"}
-            for axes, measure in zip(row, ("seconds", "steps"), strict=False):
-                at, (low, middle, high) = median_curve(of_way, measure)
-                axes.plot(at, middle, label=way.strip("`"), **style)
-                axes.fill_between(at, low, high, color=style["color"], alpha=0.12, linewidth=0)
-                late += middle[len(middle) // 4 :]
+            color = style.color_of(way.strip("`"))
+            look: dict[str, Any] = {"color": color, "linestyle": "-" if way in GROWING else "--"}
+            at, (low, middle, high) = median_curve(of_way, "seconds")
+            row[0].plot(at, middle, label=LABELS.get(way, way.strip("`")), **look)
+            row[0].fill_between(at, low, high, color=color, alpha=0.15, linewidth=0)
+            late += middle[len(middle) // 4 :]
             for run in of_way if way in GROWING else ():
                 if run["sizes"]:  # the last batch of an epoch may be smaller
                     sizes = list(accumulate((check["size"] for check in run["sizes"]), max))
-                    row[2].plot([s["samples"] for s in run["sizes"]], sizes, drawstyle="steps-post", alpha=0.7, **style)
-        for axes, label in zip(row, ("CPU seconds", "steps", "samples"), strict=True):
-            axes.set_xlabel(label)
-            axes.grid(alpha=0.25)
+                    row[1].plot([s["samples"] for s in run["sizes"]], sizes, drawstyle="steps-post", alpha=0.7, **look)
         low, high = min(late), max(late)
-        for axes in row[:2]:
-            axes.set_ylim(low - 0.1 * (high - low), high)
-        row[0].set_ylabel(f"{name}\nvalidation loss")
-        row[1].xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+        row[0].set(title=TITLES[name], xlabel="CPU seconds", ylabel="validation loss")
+        row[0].set_ylim(low - 0.1 * (high - low), high)
+        row[1].set(title="size of the batch", xlabel="samples seen", ylabel="samples in a batch")
+        row[1].set_yscale("log", base=2)
+        row[1].yaxis.set_major_formatter("{x:.0f}")
+        row[1].xaxis.set_major_locator(MaxNLocator(4))
         row[1].xaxis.set_major_formatter(EngFormatter(sep=""))
-        row[2].set_ylabel("samples in a batch")
-        row[2].set_yscale("log", base=2)
-        row[2].yaxis.set_major_formatter("{x:.0f}")
-        row[2].xaxis.set_major_locator(MaxNLocator(3))
-        row[2].xaxis.set_major_formatter(EngFormatter(sep=""))
-        row[2].set_ylim(TASKS[name].batch_size / 2**0.5)
+        row[1].set_ylim(TASKS[name].batch_size / 2**0.5)
+        for axes in row:
+            axes.grid()
     with_all = max(rows[:, 0], key=lambda axes: len(axes.lines))
-    harness.legend_below(figure, with_all, explain_curves(runs), columns=3)
+    style.legend_below(figure, with_all, explain_curves(runs), columns=2)
     return figure
 
 
@@ -447,7 +459,7 @@ def explain_curves(runs: Sequence[Run]) -> str:
     drawn = [run for run in runs if run["way"] in drawn_ways(runs, run["task"])]
     by_task = {name: sorted({run["seed"] for run in drawn if run["task"] == name}) for name in TASKS}
     most = max(by_task.values(), key=len)
-    fewer = [f"; {name}: {seeds_of(seeds)}" for name, seeds in by_task.items() if seeds and seeds != most]
+    fewer = [f"; {TITLES[name]}: {seeds_of(seeds)}" for name, seeds in by_task.items() if seeds and seeds != most]
     return f"medians of {seeds_of(most)}, lowest to highest; batches of all seeds{''.join(fewer)}"
 
 

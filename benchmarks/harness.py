@@ -1,4 +1,4 @@
-"""The harness of the benchmarks: a line for each run, a process for each run, a clock, tables and pictures.
+"""The harness of the benchmarks: a line for each run, a process for each run, a clock and tables.
 
 A run is a dict. The runs of an experiment ``X`` are the lines of ``X.jsonl``, each with the run's name, its command and
 its machine; pictures are in the folder ``X``. A run whose line is there is not repeated, so a stopped benchmark goes on
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,11 +35,6 @@ from typing import Any, TypeVar
 
 import lightning as L
 import torch
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -47,9 +42,6 @@ Run = dict[str, Any]
 T = TypeVar("T")
 CONFIGS = Path(__file__).resolve().parents[1] / "recipes"
 RESULTS = Path("results/benchmarks")
-WIDTH = 8.0  # inches of a picture; at the 800 pixels of a page's column its letters are about 15 pixels high
-# A decorator of what draws, since a text takes its size when it is made.
-readable = rc_context({"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 10, "figure.dpi": 150})
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -384,39 +376,3 @@ def spread(values: Sequence[float], form: str = "{:.2f}", bold: bool = False) ->
     middle, low, high = (form.format(value) for value in (statistics.median(values), min(values), max(values)))
     shown = f"**{middle}**" if bold else middle
     return shown if low == high else f"{shown} ({low} to {high})"
-
-
-# --- pictures ---------------------------------------------------------------------------------------------------------
-
-
-def seed_style(number: int) -> dict[str, Any]:
-    """The look of the curve of one seed: those after the first are paler."""
-    return {"linewidth": 1.5, "alpha": 1.0 if number == 0 else 0.45}
-
-
-def explain_seeds(seeds: Collection[int]) -> str:
-    """The words beside a legend that explain several curves of one colour."""
-    listed = ", ".join(map(str, sorted(seeds)))
-    return f"seed {listed}" if len(seeds) == 1 else f"one curve for each seed ({listed}), the first in full colour"
-
-
-def legend_below(figure: Figure, axes: Axes, title: str, columns: int) -> None:
-    """The legend of all panels, from the curves of one of them."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, title=title)
-
-
-def plain_ticks(*axes: Axis, unit: str = "") -> None:
-    """Ticks of logarithmic axes as numbers (20, 5k, 1M), not powers of ten; three a decade if there is room."""
-
-    def short(value: float, _: int) -> str:
-        for size, letter in ((1e6, "M"), (1e3, "k")):
-            if value >= size:
-                return f"{value / size:g}{letter}{unit}"
-        return f"{value:g}{unit}"
-
-    for axis in axes:
-        low, high = sorted(axis.get_view_interval())
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,)))
-        axis.set_major_formatter(FuncFormatter(short))
-        axis.set_minor_locator(NullLocator())

@@ -35,6 +35,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import harness
+import style
 from lightning_struct.data.equations import Burgers, DifferentialEquation, Heat, Poisson
 from lightning_struct.data.points import PointDraws
 from lightning_struct.functional import LeastSquares
@@ -280,27 +281,27 @@ def print_tables(runs: Sequence[harness.Run]) -> None:
             harness.print_row(method, *cells, steps, len(of_method))
 
 
-@harness.readable
+@style.readable
 def draw(runs: Sequence[harness.Run]) -> Figure:
     """The error over seconds, a panel for each problem; where points are drawn anew that of the weights kept so far."""
     problems = [name for name in PROBLEMS if any(run["problem"] == name for run in runs)]
-    figure = Figure(figsize=(harness.WIDTH, 2.4 * math.ceil(len(problems) / 2) + 1), layout="constrained")
+    figure = Figure(figsize=(style.WIDTH, 2.4 * math.ceil(len(problems) / 2) + 1), layout="constrained")
     panels = figure.subplots(math.ceil(len(problems) / 2), 2, squeeze=False).flatten()
     curves: dict[str, Any] = {}
     for name, axes in zip(problems, panels, strict=False):
-        for color, method in enumerate(METHODS):
+        for method in METHODS:
             of_method = [run for run in runs if (run["problem"], run["method"]) == (name, method)]
             for i, run in enumerate(of_method):
                 seconds = [point["seconds"] for point in run["curve"]]
                 errors = [error_at(run, second) for second in seconds]
-                (line,) = axes.plot(seconds, errors, **harness.seed_style(i), color=f"C{color}")
+                (line,) = axes.plot(seconds, errors, **style.seed_style(i), color=style.color_of(method))
                 curves.setdefault(method, line)
         axes.set(title=PROBLEMS[name].title, xscale="log", yscale="log", xlabel="CPU seconds", ylabel="relative error")
-        harness.plain_ticks(axes.xaxis)
-        axes.grid(alpha=0.25)
+        style.plain_ticks(axes.xaxis)
+        axes.grid()
     for axes in panels[len(problems) :]:
         axes.set_axis_off()
-    title = harness.explain_seeds({run["seed"] for run in runs})
+    title = style.explain_seeds({run["seed"] for run in runs})
     ordered = [method for method in METHODS if method in curves]
     figure.legend([curves[m] for m in ordered], ordered, loc="outside lower center", ncols=3, title=title)
     return figure

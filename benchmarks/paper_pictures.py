@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-import harness
+import style
 
 NETWORKS = {"shl": ("o", "one hidden layer"), "lenet": ("^", "LeNet")}
 
@@ -32,26 +32,33 @@ class Accuracy:
     paper: float
 
 
-@harness.readable
+@style.readable
 def draw_accuracies(accuracies: Sequence[Accuracy]) -> Figure:
     """Ours against the paper's, a mark for each class and rank."""
-    figure = Figure(figsize=(harness.WIDTH, 6.0), layout="constrained")
+    figure = Figure(figsize=(style.WIDTH, 6.0), layout="constrained")
     axes = figure.subplots()
-    colors = {data: f"C{number}" for number, data in enumerate(dict.fromkeys(each.data for each in accuracies))}
+    colors = {data: style.DATA[number] for number, data in enumerate(dict.fromkeys(each.data for each in accuracies))}
     for each in accuracies:
         color = colors[each.data]
-        face = "white" if each.unstructured else color
+        face = "none" if each.unstructured else color
         axes.plot(each.paper, each.ours, NETWORKS[each.network][0], color=color, markerfacecolor=face, markersize=6)
     ends = [20.0, 100.0]
-    axes.plot(ends, ends, color="grey", linewidth=1, zorder=0)
-    axes.set(xlabel="the paper, test %", ylabel="ours, test %", xlim=ends, ylim=ends, aspect="equal")
-    axes.grid(alpha=0.25)
+    axes.plot(ends, ends, color=style.INK, linewidth=1, zorder=0)
+    axes.set(
+        title="Test accuracy of a class of matrices",
+        xlabel="the paper, %",
+        ylabel="here, %",
+        xlim=ends,
+        ylim=ends,
+        aspect="equal",
+    )
+    axes.grid()
     handles = [Line2D([], [], marker="s", linestyle="", color=color, label=data) for data, color in colors.items()]
     shown = dict.fromkeys(each.network for each in accuracies)
-    marks = [(NETWORKS[network], "grey") for network in NETWORKS if network in shown]
+    marks = [(NETWORKS[network], style.INK) for network in NETWORKS if network in shown]
     handles += [
-        Line2D([], [], marker=marker, linestyle="", color="grey", markerfacecolor=face, label=label)
-        for (marker, label), face in [*marks, (("o", "unstructured layer"), "white")]
+        Line2D([], [], marker=marker, linestyle="", color=style.INK, markerfacecolor=face, label=label)
+        for (marker, label), face in [*marks, (("o", "unstructured layer"), "none")]
     ]
     axes.legend(handles=handles, loc="upper left")
     return figure

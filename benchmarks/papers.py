@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import autoencoders
 import harness
 import rls
 from harness import Run
-from paper_pictures import NETWORKS, Accuracy, draw_accuracies
+from paper_pictures import NETWORKS, Accuracy
 from paper_tables import (
     BUDGET_RANKS,
     FRACTIONS,
@@ -412,13 +411,6 @@ def main() -> None:
         return
     for page in PAGES:
         page.write_text(filled(page.read_text()))
-    for task in SWEPT:
-        rls.draw(sweep_runs(task), SWEEP).savefig(DOCS / f"images/papers_rls_sweep_{task}.png", dpi=100)
-    for data in ("curves", "mnist"):
-        by_name = {run["name"]: [run] for run in harness.load_runs(DATA / f"autoencoders/{data}")}
-        autoencoders.draw_errors(by_name).savefig(DOCS / f"images/papers_shf_{data}.png", dpi=100)
-        autoencoders.draw_sizes(by_name["shf"]).savefig(DOCS / f"images/papers_shf_{data}_sizes.png", dpi=100)
-    draw_accuracies(accuracies()).savefig(DOCS / "images/papers_ldr.png", dpi=100)
 
 
 if __name__ == "__main__":

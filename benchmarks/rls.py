@@ -58,6 +58,7 @@ from torch.utils.data import DataLoader
 
 import harness
 import rls_rivals
+import style
 from harness import Run
 from lightning_struct.data import CIFAR10DataModule, IMDBDataModule, InMemoryDataModule, MNISTDataModule
 from lightning_struct.data.in_memory import BatchedTensorDataset, keep_batch
@@ -329,33 +330,35 @@ def print_table(runs: Sequence[Run], columns: dict[str, Ways], level: float) -> 
         print(f"| {' | '.join(row)} |{' ' + ', '.join(diverged) if diverged else ''}")
 
 
-@harness.readable
+@style.readable
 def draw(runs: Sequence[Run], columns: dict[str, Ways]) -> Figure:
     """Training loss and test accuracy over epochs, a column for each loss or hyper-parameter; a curve for each seed."""
-    figure = Figure(figsize=(harness.WIDTH, 7.5), layout="constrained")
+    figure = Figure(figsize=(style.WIDTH, 7.5), layout="constrained")
     panels = figure.subplots(2, len(columns), squeeze=False)
     in_columns = Counter(way for ways in columns.values() for way in ways)
     for (title, ways), losses, accuracies in zip(columns.items(), *panels, strict=True):
         for number, way in enumerate(ways):
-            color = "black" if in_columns[way] > 1 else f"C{number}"
+            color = (
+                style.color_of(way) if way in style.COLORS else style.INK if in_columns[way] > 1 else style.DATA[number]
+            )
             for i, run in enumerate(run for run in runs if run["way"] == way and run["epochs"]):
                 epochs = range(1, len(run["epochs"]) + 1)
-                style: dict[str, Any] = {**harness.seed_style(i), "color": color, "marker": "."}
-                losses.plot(epochs, [epoch["train_loss"] for epoch in run["epochs"]], **style, label=None if i else way)
-                accuracies.plot(epochs, [100 * epoch["test_accuracy"] for epoch in run["epochs"]], **style)
+                look: dict[str, Any] = {**style.seed_style(i), "color": color, "marker": "."}
+                losses.plot(epochs, [epoch["train_loss"] for epoch in run["epochs"]], **look, label=None if i else way)
+                accuracies.plot(epochs, [100 * epoch["test_accuracy"] for epoch in run["epochs"]], **look)
         losses.set(title=title, xlabel="epoch", ylabel="training loss, mean of the epoch", yscale="log")
         by_way = {way: [e["train_loss"] for run in runs if run["way"] == way for e in run["epochs"]] for way in ways}
         shown, far = shown_and_far({way: of_way for way, of_way in by_way.items() if of_way})
         if far:
             leave_out(losses, shown, far)
         accuracies.set(xlabel="epoch", ylabel="test accuracy, %")
-        harness.plain_ticks(losses.yaxis)
+        style.plain_ticks(losses.yaxis)
         for axes in (losses, accuracies):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axes.grid(alpha=0.25)
+            axes.grid()
         if losses.lines:
             losses.legend(loc="lower left" if far else "best")
-    figure.supxlabel(harness.explain_seeds({run["seed"] for run in runs}), fontsize="medium")
+    figure.supxlabel(style.explain_seeds({run["seed"] for run in runs}), fontsize="medium")
     return figure
 
 

@@ -62,6 +62,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import harness
+import style
 from harness import Run
 from lightning_struct.data import CIFAR10DataModule, IMDBDataModule, InMemoryDataModule, MNISTDataModule
 from lightning_struct.models import RecurrentNetwork, fully_connected, mini_vgg
@@ -485,26 +486,24 @@ def print_tables(runs: dict[str, Sequence[Run]]) -> None:
     table("steps, and rate", steps)
 
 
-@harness.readable
+@style.readable
 def draw(runs: dict[str, Sequence[Run]]) -> Figure:
     """Validation accuracy over CPU seconds, a panel per task; medians of the seeds, lowest and highest."""
     columns = min(2, len(runs))
     rows = math.ceil(len(runs) / columns)
-    figure = Figure(figsize=(harness.WIDTH, 3.2 * rows), layout="constrained")
+    figure = Figure(figsize=(style.WIDTH, 3.2 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, (task, found) in zip(panels, runs.items(), strict=False):
-        for number, way in enumerate(WAYS):
+        for way, color in zip(WAYS, style.DATA, strict=False):
             curves = [run["points"] for run in found if run["way"] == way and not run["error"]]
             if curves:
                 seconds = [mark * TASKS[task].seconds[0] for mark in MARKS]
                 values = [[100 * point["val_accuracy"] for point in points] for points in zip(*curves, strict=True)]
-                axes.plot(seconds, list(map(statistics.median, values)), label=way, color=f"C{number}", marker=".")
-                axes.fill_between(
-                    seconds, list(map(min, values)), list(map(max, values)), alpha=0.12, color=f"C{number}"
-                )
+                axes.plot(seconds, list(map(statistics.median, values)), label=way, color=color, marker=".")
+                axes.fill_between(seconds, list(map(min, values)), list(map(max, values)), alpha=0.12, color=color)
         axes.set(title=TASKS[task].title, xlabel="CPU seconds", ylabel="validation accuracy, %")
-        axes.grid(alpha=0.25)
+        axes.grid()
     for axes in panels[len(runs) :]:
         axes.remove()
-    harness.legend_below(figure, panels[0], "medians of the seeds, from the lowest to the highest", 4)
+    style.legend_below(figure, panels[0], "medians of the seeds, from the lowest to the highest", 4)
     return figure

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import harness
+import style
 from harness import Run
 from lightning_struct import RLS
 
@@ -331,23 +332,28 @@ def print_table(task: str, runs: Sequence[Run]) -> None:
         harness.print_row(way, setting, harness.spread(errors, form), harness.spread(late, form), cost)
 
 
-SHOWN = {
-    "RLS.exact, λ = 1.0": "C0",
-    "RLS.exact": "C3",
-    "SGD": "C1",
-    "Adam": "C2",
-    "network: RLS.exact head": "C4",
-    "network: Adam": "C5",
-    "river LinearRegression": "C6",
-    "river SoftmaxRegression": "C6",
-    "river LogisticRegression": "C6",
+SHOWN = (
+    "RLS.exact, λ = 1.0",
+    "RLS.exact",
+    "SGD",
+    "Adam",
+    "network: RLS.exact head",
+    "network: Adam",
+    "river LinearRegression",
+    "river SoftmaxRegression",
+    "river LogisticRegression",
+)
+TITLES = {
+    "trump": "Approval of a president, a linear regression that drifts",
+    "segments": "Patches of images, seven classes",
+    "hyperplane": "Sides of a plane that turns, two classes",
 }
 
 
-@harness.readable
+@style.readable
 def draw(by_task: dict[str, list[Run]], batch: int) -> Figure:
     """Errors over samples, averaged over the last 200 of them and over seeds."""
-    figure = Figure(figsize=(harness.WIDTH, 2.9 * len(by_task)), layout="constrained")
+    figure = Figure(figsize=(style.WIDTH, 3.4 * len(by_task)), layout="constrained")
     for axes, (task, runs) in zip(figure.subplots(len(by_task), squeeze=False)[:, 0], by_task.items(), strict=True):
         for way, best in chosen_runs(runs).items():
             if way not in SHOWN:
@@ -355,14 +361,14 @@ def draw(by_task: dict[str, list[Run]], batch: int) -> Figure:
             curve = torch.tensor([r["curve"] for r in best]).mean(0)
             curve = curve if task == "trump" else 100 * curve
             smooth = F.avg_pool1d(F.pad(curve[None], (9, 0), "replicate"), 10, 1)[0]
-            axes.plot([WINDOW * (i + 1) for i in range(len(smooth))], smooth, color=SHOWN[way], label=way)
+            axes.plot([WINDOW * (i + 1) for i in range(len(smooth))], smooth, color=style.color_of(way), label=way)
         axes.set_ylim(0, None)
         if task == "trump":
             axes.set_ylim(0, 1.0)
-        axes.set_title(task, loc="left")
-        axes.set_ylabel("absolute error" if task == "trump" else "wrong answers, %")
-        axes.legend(fontsize=8, ncols=2)
-    axes.set_xlabel("samples")
+        unit = "absolute error, points" if task == "trump" else "wrong answers, %"
+        axes.set(title=TITLES[task], xlabel="samples seen", ylabel=unit)
+        axes.grid()
+        axes.legend(loc="upper right", ncols=2)
     return figure
 
 

@@ -39,6 +39,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import harness
+import style
 from lightning_struct.nn import (
     STRUCTURED_CLASSES,
     Butterfly,
@@ -206,23 +207,23 @@ def load(path: Path) -> Callable[..., Tensor]:
     return module.matmul
 
 
-@harness.readable
+@style.readable
 def draw(forward: dict[tuple[int, int, int], float]) -> Figure:
     """Speed-up of the forward pass of one vector against the size, a curve for each rank."""
-    figure = Figure(figsize=(harness.WIDTH, 5.0), layout="constrained")
+    figure = Figure(figsize=(style.WIDTH, 5.0), layout="constrained")
     axes = figure.subplots()
-    for rank in sorted({rank for _, _, rank in forward}):
+    for rank, color in zip(sorted({rank for _, _, rank in forward}), style.DATA, strict=False):
         points = sorted((size, ratio) for (size, batch, r), ratio in forward.items() if batch == 1 and r == rank)
-        axes.loglog(*zip(*points, strict=True), marker="o", label=f"ours, rank {rank}")
-    axes.loglog(list(TABLE_14), list(TABLE_14.values()), "kx", markersize=8, label="Thomas et al., rank 1")
-    axes.axhline(1, color="gray", linewidth=1)
-    axes.set(xlabel="n, inputs and outputs of the layer", ylabel="times faster than a dense layer")
-    axes.set_title("LDR-SD against a dense layer: forward pass of one vector, one CPU thread")
-    harness.plain_ticks(axes.yaxis, unit="×")
+        axes.loglog(*zip(*points, strict=True), marker="o", color=color, label=f"LDR-SD here, rank {rank}")
+    axes.loglog(list(TABLE_14), list(TABLE_14.values()), "x", color=style.INK, markersize=8, label="the paper, rank 1")
+    axes.axhline(1, color=style.INK, linewidth=1)
+    axes.set(xlabel="inputs and outputs of the layer", ylabel="times faster than a dense layer")
+    axes.set_title("Forward pass of one vector, one CPU thread")
+    style.plain_ticks(axes.yaxis, unit="×")
     sizes = sorted({size for size, _, _ in forward})
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.minorticks_off()
-    axes.grid(alpha=0.25)
+    axes.grid()
     axes.legend()
     return figure
 

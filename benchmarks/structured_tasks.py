@@ -55,6 +55,7 @@ from torch.utils.data import DataLoader
 
 import harness
 import structured_language
+import style
 from harness import Run
 from lightning_struct.data import (
     CIFAR10DataModule,
@@ -290,13 +291,15 @@ def print_images(runs: Sequence[Run], options: argparse.Namespace) -> None:
         )
 
 
-@harness.readable
+@style.readable
 def draw(runs: Sequence[Run], data: str) -> Figure:
     """Test accuracy against rank, mean and two deviations over seeds (the paper's figure 3)."""
-    figure = Figure(figsize=(harness.WIDTH, 5.0), layout="constrained")
+    figure = Figure(figsize=(style.WIDTH, 4.5), layout="constrained")
     axes = figure.subplots()
     ways = [way for way in ways_in(runs) if finished(runs, way)]
-    for number, name in enumerate(dict.fromkeys(name for name, _ in ways)):
+    for name in dict.fromkeys(name for name, _ in ways):
+        label = LABELS.get(name, name)
+        color = style.color_of(label)
         ranks = [rank for other, rank in ways if other == name and rank is not None]
         at_best = [at_best_rate(finished(runs, (name, rank))) for rank in ranks or (None,)]
         accuracies = [[run["test_accuracy"] for run in of_rank] for of_rank in at_best]
@@ -304,19 +307,24 @@ def draw(runs: Sequence[Run], data: str) -> Figure:
         spread = [200 * statistics.stdev(values) if len(values) > 1 else 0.0 for values in accuracies]
         low, high = ([mean + sign * width for mean, width in zip(means, spread, strict=True)] for sign in (-1, 1))
         if ranks:
-            axes.plot(ranks, means, marker="o", color=f"C{number}", label=LABELS.get(name, name))
-            axes.fill_between(ranks, low, high, color=f"C{number}", alpha=0.2, linewidth=0)
+            axes.plot(ranks, means, marker="o", color=color, label=label)
+            axes.fill_between(ranks, low, high, color=color, alpha=0.2, linewidth=0)
         else:
-            axes.axhline(means[0], color=f"C{number}", linestyle="--", label=LABELS.get(name, name))
-            axes.axhspan(low[0], high[0], color=f"C{number}", alpha=0.1, linewidth=0)
-    axes.set(xlabel="rank of the displacement (low rank: of the matrix)", ylabel="test accuracy, %", xscale="log")
+            axes.axhline(means[0], color=color, linestyle="--", label=label)
+            axes.axhspan(low[0], high[0], color=color, alpha=0.1, linewidth=0)
+    axes.set(
+        title=TITLES[data],
+        xlabel="rank of the displacement (low rank: of the matrix)",
+        ylabel="test accuracy, %",
+        xscale="log",
+    )
     ticks = sorted({rank for _, rank in ways if rank is not None})
     axes.set_xticks(ticks, [str(rank) for rank in ticks])
     axes.minorticks_off()
-    axes.grid(alpha=0.25)
+    axes.grid()
     seeds = sorted({run["seed"] for run in runs})
     over = f"seed {seeds[0]}" if len(seeds) == 1 else f"mean of {len(seeds)} seeds, band of two standard deviations"
-    harness.legend_below(figure, axes, f"{TITLES[data]}, {over}; dashed: no rank", columns=4)
+    style.legend_below(figure, axes, f"{over}; dashed: no rank", columns=4)
     return figure
 
 

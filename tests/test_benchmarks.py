@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -223,7 +224,7 @@ def test_of_several_ways_of_a_kind_the_best_of_those_with_most_seeds_is_drawn() 
     assert module.best_of(by_name, "adam") == "adam 2e-3"
     (axes,) = module.draw_errors(by_name).axes
     assert [line.get_label() for line in axes.lines if not line.get_label().startswith("_")] == [
-        "Adam 2e-3",
+        "Adam, 2e-3",
         "SHF of the paper",
     ]
 
@@ -243,7 +244,7 @@ def test_the_legend_of_the_growing_batch_names_tasks_with_fewer_seeds() -> None:
     runs = [{"task": "mnist", "way": module.DEFAULT, "seed": seed} for seed in (0, 1)]
     runs += [{"task": "autoencoder", "way": module.DEFAULT, "seed": 0}, {"task": "imdb", "way": "other", "seed": 5}]
     words = module.explain_curves(runs)
-    assert "medians of seeds 0, 1, " in words and words.endswith("; autoencoder: seed 0")
+    assert "medians of seeds 0, 1, " in words and words.endswith("; autoencoder of digits, Adam: seed 0")
 
 
 def test_figures_of_the_paper_are_found_by_class_rank_and_data() -> None:
@@ -290,6 +291,22 @@ def test_the_tables_of_the_papers_are_those_of_the_data() -> None:
     pages = [page.read_text() for page in papers.PAGES]
     assert list(map(papers.filled, pages)) == pages, "run: python benchmarks/papers.py"
     assert [name for page in pages for name, _ in papers.BLOCK.findall(page)] == list(papers.TABLES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["compress", "growing_batch_size", "least_squares", "shf_usps", "structured_speed", "usps"]
+)
+def test_a_picture_is_drawn_from_the_tables_of_its_page(name: str) -> None:
+    figure = import_module("pictures").PICTURES[name]()
+    assert all(axes.get_title() and axes.lines for axes in figure.axes if axes.axison)
+
+
+def test_every_picture_of_a_page_is_drawn_by_the_script_or_stands_on_a_card() -> None:
+    docs = DIRECTORY.parent / "docs"
+    pages = "\n".join(page.read_text() for page in docs.rglob("*.md"))
+    on_cards = set(re.findall(r"images/(\w+)\.png#card\)", pages))
+    assert {path.stem for path in (docs / "images").glob("*.png")} == {*import_module("pictures").PICTURES, *on_cards}
 
 
 def test_a_table_changes_with_its_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, harness: ModuleType) -> None:

@@ -1,0 +1,280 @@
+"""All pictures of measurements in the documentation, drawn anew without a measurement: into docs/images.
+
+    python benchmarks/pictures.py [NAME ...]
+
+Curves are those of the runs under docs/results/data. Where no runs are kept, the points are the figures of a table of
+the page that shows the picture.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import autoencoders
+import compress
+import growing_batch_size
+import harness
+import papers
+import rls
+import streaming
+import structured_layers
+import structured_tasks
+import style
+from paper_pictures import draw_accuracies
+
+DOCS, DATA = papers.DOCS, papers.DATA
+NUMBER = r"[\d,]*\.?\d+(?:e-?\d+)?"
+
+
+# --- tables of pages --------------------------------------------------------------------------------------------------
+
+
+def rows_of(page: str, head: str, number: int = 0) -> list[list[str]]:
+    """The cells of a table, without bold type and code marks.
+
+    Args:
+        page: below ``docs``.
+        head: the beginning of the table's first row, which is the first of the result.
+        number: of the table among those of the page that begin so.
+    """
+    text = (DOCS / page).read_text()
+    block = re.findall(rf"^\| {re.escape(head)}.*\n(?:\|.*\n)+", text, flags=re.MULTILINE)[number]
+    first, _, *others = re.sub(r"\*\*|`", "", block).splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in (first, *others)]
+
+
+def numbers(cell: str) -> list[float]:
+    """The numbers of a cell, such as ``3.1 / 3.2`` or ``2e-6 (1e-6 to 3e-6)``."""
+    return [float(found.replace(",", "")) for found in re.findall(NUMBER, cell)]
+
+
+def plot_seeds(axes: Axes, row: Sequence[str], times: Sequence[float], label: str) -> None:
+    """A curve for each seed of a row whose cells are errors after some times."""
+    by_time = [numbers(cell) for cell in row[1 : len(times) + 1]]
+    for seed in range(max(map(len, by_time))):
+        points = [(time, errors[seed]) for time, errors in zip(times, by_time, strict=True) if len(errors) > seed]
+        look = {**style.seed_style(seed), "color": style.color_of(label), "marker": ".", "markersize": 6}
+        axes.plot(*zip(*points, strict=True), label=None if seed else label, **look)
+
+
+def label_errors(axes: Axes, title: str) -> None:
+    """Logarithmic axes for the validation error of an autoencoder over seconds."""
+    axes.set(title=title, xlabel="CPU seconds, one thread", ylabel="validation error, mean of ‖x̂ - x‖²")
+    axes.set(xscale="log", yscale="log")
+    style.plain_ticks(axes.xaxis, axes.yaxis)
+    axes.grid()
+
+
+@style.readable
+def autoencoder_errors(head: str, title: str, drawn: dict[str, str]) -> Figure:
+    """Errors of an autoencoder after some seconds: the row that begins so -> the method."""
+    (_, *columns), *rows = rows_of("results/shf.md", head)
+    times = [numbers(column)[0] for column in columns if column.endswith(" s")]
+    figure = Figure(figsize=(style.WIDTH, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for start, label in drawn.items():
+        row = next(row for row in rows if row[0].startswith(start))
+        plot_seeds(axes, row, times, label)
+    label_errors(axes, title)
+    style.legend_below(figure, axes, style.explain_seeds({0, 1, 2}), columns=4)
+    return figure
+
+
+@style.readable
+def usps_of_the_paper() -> Figure:
+    """Errors over time, and along the way of SHF the samples in a batch and the iterations of LSMR."""
+    (_, *columns), *rows = rows_of("results/shf.md", "| 15 s | 30 s | 60 s | 120 s")
+    times = [float(column.removesuffix(" s")) for column in columns if column.endswith(" s")]
+    along = {
+        row[0]: [numbers(cell)[0] for cell in row[1:]]
+        for row in rows_of("results/shf.md", "iteration | 50 | 100 | 150 | 200 | 250")
+    }
+    figure = Figure(figsize=(style.WIDTH, 4.0), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for start, label in {"SHF": "SHF of the paper", "Adam 1e-3": "Adam"}.items():
+        plot_seeds(left, next(row for row in rows if row[0].startswith(start)), times, label)
+    label_errors(left, "Autoencoder of USPS digits")
+    left.legend()
+    looks = {"batch size": (style.SHF, "samples in a batch"), "LSMR iterations": (style.RLS, "LSMR iterations")}
+    for row, (color, label) in looks.items():
+        right.plot(along["CPU seconds"], along[row], marker=".", color=color, label=label)
+    right.set(title="Steps of SHF, seed 0", xlabel="CPU seconds, one thread", ylabel="number in a step")
+    right.set(xscale="log", yscale="log")
+    style.plain_ticks(right.xaxis, right.yaxis)
+    right.grid()
+    right.legend(loc="center left")
+    return figure
+
+
+@style.readable
+def least_squares_errors() -> Figure:
+    """Relative errors after some seconds: medians, and lowest to highest where there are several seeds."""
+    (_, _, *columns), *rows = rows_of("results/least_squares.md", "problem | method | 10 s")
+    times = [float(column.removesuffix(" s")) for column in columns if column.endswith(" s")]
+    problems = [row[0] for row in rows if row[0]]
+    figure = Figure(figsize=(style.WIDTH, 11.0), layout="constrained")
+    *panels, corner = figure.subplots(4, 2).flatten()
+    panel = dict(zip(problems, panels, strict=True))
+    name, curves = "", {}
+    for row in rows:
+        name = row[0] or name
+        points = [(time, *numbers(cell)) for time, cell in zip(times, row[2:], strict=False) if cell]
+        seconds = [point[0] for point in points]
+        color = style.color_of(row[1])
+        (curves[row[1]],) = panel[name].plot(seconds, [point[1] for point in points], marker=".", color=color)
+        low, high = ([point[end] if len(point) > 2 else point[1] for point in points] for end in (2, -1))
+        panel[name].fill_between(seconds, low, high, color=color, alpha=0.2, linewidth=0)
+    for title, axes in panel.items():
+        axes.set(title=title, xscale="log", yscale="log", xlabel="CPU seconds, one thread", ylabel="relative error")
+        style.plain_ticks(axes.xaxis)
+        axes.grid()
+    corner.set_axis_off()
+    corner.legend(curves.values(), curves, loc="center", title="medians; band: lowest to highest of three seeds")
+    return figure
+
+
+@style.readable
+def growing_batches() -> Figure:
+    """Final losses of the six tasks against steps: medians, and lines from the lowest to the highest seed."""
+    figure = Figure(figsize=(style.WIDTH, 8.5), layout="constrained")
+    panels = figure.subplots(3, 2).flatten()
+    for number, (task, axes) in enumerate(zip(GROWING, panels, strict=True)):
+        for way, losses, steps, *_ in rows_of("results/growing_batch_size.md", "batch | validation loss", number)[1:]:
+            if way in growing_batch_size.LABELS or way in style.COLORS:
+                loss, *ends = numbers(losses)
+                extent = [[loss - min(ends)], [max(ends) - loss]] if ends else None
+                label = growing_batch_size.LABELS.get(way, growing_batch_size.LABELS.get(f"`{way}`", way))
+                marker = "D" if f"`{way}`" in growing_batch_size.GROWING else "o"
+                look = {"color": style.color_of(way), "marker": marker, "linestyle": "", "label": label}
+                axes.errorbar(numbers(steps)[0], loss, yerr=extent, capsize=3, **look)
+        axes.set(title=growing_batch_size.TITLES[task], xlabel="steps", ylabel="validation loss", xlim=(0, None))
+        axes.grid()
+    style.legend_below(figure, panels[0], "after the same CPU seconds; medians, lowest to highest of the seeds", 2)
+    return figure
+
+
+@style.readable
+def rls_on_cifar() -> Figure:
+    """Test accuracies after the first and the last epoch, and training losses of the last; a mark for each seed."""
+    _, *rows = rows_of("results/rls.md", "CIFAR-10 | test % after epoch 1")
+    figure = Figure(figsize=(style.WIDTH, 3.6), layout="constrained")
+    accuracies, losses = figure.subplots(1, 2, sharey=True)
+    for place, row in enumerate(rows):
+        look = {"color": style.color_of(row[0]), "linestyle": "", "markersize": 8}
+        for axes, column, fill in ((accuracies, 1, "none"), (accuracies, 3, "full"), (losses, 5, "full")):
+            values = numbers(row[column])
+            axes.plot(values, [place] * len(values), marker="o", fillstyle=fill, **look)
+    accuracies.set_yticks(range(len(rows)), [row[0] for row in rows])
+    accuracies.invert_yaxis()
+    accuracies.set(title="open: after one epoch, full: after ten", xlabel="test accuracy, %")
+    losses.set(title="mean of the tenth epoch", xlabel="training loss", xscale="log")
+    style.plain_ticks(losses.xaxis)
+    for axes in (accuracies, losses):
+        axes.grid()
+    return figure
+
+
+def speed() -> Figure:
+    """How many times faster LDR-SD is than a dense layer."""
+    rows = rows_of("results/structured.md", "n | one vector in eval mode")[1:]
+    ratios = {
+        (int(numbers(row[0])[0]), 1, rank): numbers(row[column])[0]
+        for row in rows
+        for column, rank in ((1, 1), (2, 4), (3, 16))
+    }
+    return structured_layers.draw(ratios)
+
+
+def compressed() -> Figure:
+    """Accuracy of two compressed networks against bytes."""
+    runs: list[harness.Run] = []
+    for network in ("resnet", "transformer"):
+        head, *rows = rows_of("layers/compressing.md", f"{network}: ")
+        parameters, accuracy = (numbers(part)[0] for part in head[0].split(":")[1].rsplit(",", 1))
+        whole = {"kind": "whole", "parameters": parameters, "accuracy": accuracy, "in_8_bits": numbers(rows[-1][2])[0]}
+        runs.append({"network": network, **whole})
+        for number, row in enumerate(rows[:-1]):
+            way = next(way for way in compress.WAYS if way in row[0])
+            budget = sorted(compress.BUDGETS, reverse=True)[len(compress.BUDGETS) - len(rows) // 3 + number // 3]
+            smaller = {"way": way, "budget": budget, "parameters": numbers(row[1])[0], "after": numbers(row[3])[0]}
+            runs.append({"network": network, "kind": "smaller", **smaller})
+    return compress.draw(runs, ("resnet", "transformer"))
+
+
+# --- runs that are kept -----------------------------------------------------------------------------------------------
+
+
+def growing(experiment: str, tasks: Sequence[str]) -> Figure:
+    runs = harness.load_runs(DATA / experiment)
+    return growing_batch_size.draw([run for run in runs if run["task"] in tasks])
+
+
+def streams() -> Figure:
+    runs = harness.load_runs(DATA / "streaming")
+    return streaming.draw({task: [run for run in runs if run["task"] == task] for task in streaming.TASKS}, 1)
+
+
+def ranks() -> Figure:
+    runs = harness.load_runs(DATA / "structured_tasks/noise_made_shl_50_epochs_1")
+    drawn = [
+        ["unstructured", None],
+        *([name, r] for name in ("ldr_sd", "toeplitz_like", "low_rank") for r in (1, 2, 4, 8, 16)),
+    ]
+    return structured_tasks.draw([run for run in runs if run["way"] in drawn and run["rate"] == papers.RATE], "noise")
+
+
+def of_autoencoder(data: str, draw: Callable[..., Figure], title: str) -> Figure:
+    by_name = {run["name"]: [run] for run in harness.load_runs(DATA / f"autoencoders/{data}")}
+    figure = draw(by_name["shf"] if draw is autoencoders.draw_sizes else by_name)
+    figure.axes[0].set_title(title)
+    return figure
+
+
+USPS = {
+    "SHF, Kronecker": "SHF, Kronecker factors",
+    "Adam 2e-3": "Adam",
+    "SOAP": "SOAP",
+    "SGD": "SGD with momentum",
+    "L-BFGS": "L-BFGS",
+    "SHF as in": "SHF of the paper",
+    "HF": "Martens' method",
+}
+MNIST = {"MNIST, SHF, Kronecker": "SHF, Kronecker factors", "MNIST, Adam 3e-3, falling": "Adam"}
+GROWING = tuple(task for task in growing_batch_size.TASKS if task != "cifar_all")
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "compress": compressed,
+    "growing_batch_size": growing_batches,
+    "growing_batch_size_longer": partial(growing, "growing_batch_size/times_4", GROWING),
+    "growing_batch_size_cifar_all": partial(growing, "growing_batch_size/times_8", ("cifar_all",)),
+    "least_squares": least_squares_errors,
+    "papers_ldr": lambda: draw_accuracies(papers.accuracies()),
+    "rls_cifar": rls_on_cifar,
+    **{f"papers_rls_sweep_{t}": partial(rls.draw, papers.sweep_runs(t), papers.SWEEP) for t in papers.SWEPT},
+    **{
+        f"papers_shf_{data}{end}": partial(of_autoencoder, data, draw, f"Autoencoder of {title}")
+        for data, title in (("curves", "CURVES"), ("mnist", "MNIST digits"))
+        for end, draw in (("", autoencoders.draw_errors), ("_sizes", autoencoders.draw_sizes))
+    },
+    "shf_usps": partial(autoencoder_errors, "| 15 s | 30 s | 60 s | 90 s", "Autoencoder of USPS digits", USPS),
+    "shf_mnist": partial(autoencoder_errors, "| 30 s | 60 s", "Autoencoder of MNIST digits", MNIST),
+    "streaming": streams,
+    "structured_ranks": ranks,
+    "structured_speed": speed,
+    "usps": usps_of_the_paper,
+}
+
+
+def main() -> None:
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PICTURES))
+    for name in parser.parse_args().names or PICTURES:
+        PICTURES[name]().savefig(DOCS / f"images/{name}.png")
+
+
+if __name__ == "__main__":
+    main()

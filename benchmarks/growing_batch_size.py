@@ -9,14 +9,16 @@ shuffling ``DataLoader`` and a fixed rate, but where a cosine schedule is named.
 - ``cifar``: a VGG of 8 to 32 channels on 10,000 images, SGD with momentum 0.9, rate 0.02, from 32;
 - ``cifar_all``: the same on 45,000 images, for longer runs; only where it is named;
 - ``cifar_cosine``: as ``cifar``, by Adam, 1e-3, falling to 0 by a cosine over 4 epochs, from 32;
+- ``characters_cosine``: as ``characters``, the rate falling to 0 by a cosine over 1 epoch; only where it is named;
 - ``characters``: a transformer of two blocks of 64 units, 64 characters of Shakespeare, AdamW, 2e-3, from 16;
 - ``imdb``: an LSTM of 32 units, the first 50 words of reviews, Adam, 1e-3, from 32;
 - ``autoencoder``: 784-256-64-16-64-256-784 with rectifiers, MNIST, Adam, 1e-3, from 64.
 
 The ways are fixed batches of 1, 2, 4 and 8 times that size at the same rate; the doubling of the batch with the rate
 times √2 (OLMo, arXiv 2505.23971) after 1/8 and 3/8 of the samples; a linear ramp to 8 times the size at the same rate;
-and ``GrowingBatchSize()``, without arguments and with ``scale_lr="sqrt"``. Schedules know how many samples there will
-be, the callback does not.
+``GrowingBatchSize()``, without arguments and with ``scale_lr="sqrt"``; and, if there is a cosine, ``schedule="auto"``,
+by which the batch doubles when the cosine has halved the rate. Schedules know how many samples there will be, the
+callback does not.
 
 A run ends after so many CPU seconds of training, validations not counted; that with a cosine after its epochs. The loss
 of a run is the lowest validation loss so far, which is what a checkpoint callback would keep; it is measured 32 times
@@ -228,6 +230,9 @@ TASKS = {
         38_000,
     ),
     "cifar_cosine": Task(images, partial(mini_vgg, channels=8, hidden=64), ADAM, 32, 26, 40_000, epochs=4),
+    "characters_cosine": Task(
+        characters, partial(CharacterTransformer, 65), partial(torch.optim.AdamW, lr=2e-3), 16, 20, 15_700, epochs=1
+    ),
     "characters": Task(
         characters, partial(CharacterTransformer, 65), partial(torch.optim.AdamW, lr=2e-3), 16, 40, 28_000
     ),
@@ -238,11 +243,14 @@ TASKS = {
 }
 
 
+EXTRA = ("cifar_all", "characters_cosine")  # are run where they are named
+
+
 # --- ways -------------------------------------------------------------------------------------------------------------
 
 FIXED = {f"fixed ×{multiple}": multiple for multiple in MULTIPLES}
 DOUBLING, RAMP, DEFAULT = "doubling, rate ×√2", "linear ramp", "`GrowingBatchSize()`"
-SCALED = '`scale_lr="sqrt"`'
+SCALED, BY_RATE = '`scale_lr="sqrt"`', '`schedule="auto"`'
 GROWING = (DEFAULT, SCALED)
 LABELS = {
     "fixed ×1": "fixed batch",
@@ -260,7 +268,7 @@ TITLES = {
     "autoencoder": "autoencoder of digits, Adam",
 }
 DRAWN = ("fixed ×1", "fixed ×2", DOUBLING, *GROWING)
-WAYS = (*FIXED, DOUBLING, RAMP, DEFAULT, SCALED)
+WAYS = (*FIXED, DOUBLING, RAMP, DEFAULT, SCALED, BY_RATE)
 
 
 def callback(way: str, task: Task) -> GrowingBatchSize | None:
@@ -276,6 +284,8 @@ def callback(way: str, task: Task) -> GrowingBatchSize | None:
         return GrowingBatchSize()
     if way == SCALED:
         return GrowingBatchSize(scale_lr="sqrt")
+    if way == BY_RATE:
+        return GrowingBatchSize(schedule="auto")
     return None
 
 
@@ -471,7 +481,7 @@ def main() -> None:
     parser = harness.make_parser(__doc__)
     harness.add_data_options(parser)
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "growing_batch_size")
-    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=[t for t in TASKS if t != "cifar_all"])
+    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=[t for t in TASKS if t not in EXTRA])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--longer", type=int, default=1, metavar="FACTOR", help="of the seconds, samples and epochs")
@@ -491,6 +501,7 @@ def main() -> None:
         for seed in options.seeds
         for name in options.tasks
         for way in options.ways
+        if way != BY_RATE or TASKS[name].epochs is not None  # which needs a schedule
     ]
     if runs := harness.run_jobs(output, jobs, options.jobs):
         report(runs)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import enable_grad
 from torch.optim import Optimizer
 
 from lightning_struct.utilities import namespaces as L
@@ -289,6 +290,63 @@ def skips_backward(trainer: L.Trainer) -> bool:
     and as many accumulated batches, so that no step is taken before the last one.
     """
     return trainer.fit_loop._skip_backward
+
+
+def train_in_parts(trainer: L.Trainer, train_on: Callable[[Any, Callable[[Any], Any]], Any]) -> Callable[[], None]:
+    """Train on each batch of automatic optimization by parts; returns a function that undoes it.
+
+    Args:
+        trainer: in ``Callback.setup``.
+        train_on: gets the batch, and a function that takes its parts, each with the factor of its loss. That runs their
+            forward and backward passes, and leaves the gradients as they were if one of them fails. ``train_on`` calls
+            it, and returns what it returns.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+    make_closure = loop._make_closure
+
+    def make(kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Any:
+        closure = make_closure(kwargs, optimizer, batch_idx)
+        batch, zero_grad = kwargs.get("batch"), closure._zero_grad_fn
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+
+        def train(parts: Iterable[tuple[Any, float]]) -> Any:
+            # the passes of this batch come into gradients of their own, if others have been accumulated
+            kept = [] if zero_grad is not None else [(p, p.grad) for p in given if p.grad is not None]
+            for parameter, _ in kept:
+                parameter.grad = None
+            losses, result = list[Any](), None
+            logged: Any = trainer._results
+            try:
+                for part, factor in parts:
+                    logged.batch, logged.batch_size = part, None  # by whose samples self.log weighs
+                    result = loop._training_step(type(kwargs)({**kwargs, "batch": part}))
+                    if zero_grad is not None and not losses:
+                        zero_grad()
+                    if result.closure_loss is not None:
+                        result.closure_loss = result.closure_loss * factor
+                        losses.append(result.closure_loss.detach().clone())
+                        if closure._backward_fn is not None:
+                            closure._backward_fn(result.closure_loss)
+            except BaseException:
+                for parameter, gradient in kept:
+                    parameter.grad = gradient
+                raise
+            for parameter, gradient in kept:
+                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+            logged.batch, logged.batch_size = batch, None
+            assert result is not None
+            result.loss = sum(losses) if losses else None
+            return result
+
+        closure.closure = enable_grad()(lambda *arguments: train_on(batch, train))
+        return closure
+
+    loop._make_closure = make
+
+    def undo() -> None:
+        vars(loop).pop("_make_closure", None)
+
+    return undo
 
 
 def loss_scale(trainer: L.Trainer) -> float | None:

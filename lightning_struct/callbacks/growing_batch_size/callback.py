@@ -31,7 +31,7 @@ from lightning_struct.utilities.lightning_internals import skips_backward, train
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
 MOST_RECORDS = 4096
-PARTS = ("growth", "measurement", "learning_rate", "schedulers")  # of a fit, in checkpoints
+PARTS = ("growth", "measurement", "learning_rate", "schedulers", "memory")  # of a fit, in checkpoints
 # Attributes in checkpoints, without their _
 COUNTED = ("batch_size", "first_size", "samples", "steps", "resized_at", "looks_at")
 
@@ -95,14 +95,17 @@ class GrowingBatchSize(Callback):
             when noise undoes the progress, or with ``scale_lr``. Infinite: no norm test.
         schedule: sizes set by hand, without measuring: ``SAMPLES:SIZE`` entries such as ``"0:32 50K:128 1.5M:512"``,
             with K for thousand and M for million. Each holds from the first step that begins after so many samples;
-            until the first one, the loaders keep their own size. Sizes may fall.
+            until the first one, the loaders keep their own size. Sizes may fall. ``"auto"``: by the schedule of the
+            learning rate. Each time that it has halved the rate, the batch doubles, and by ``scale_lr`` (``"sqrt"`` if
+            that is left out) the rate falls by √2 only; see :meth:`LearningRateScale.size_by_rate`.
         scale_lr: how the learning rate follows the batch size n from the first one, n₀, within the steps of all
             optimizers; outside of them the configured rate is seen. ``"sqrt"``: by √(n/n₀), for Adam and its variants.
             ``"linear"``: by n/n₀, up to the noise scale if that is measured, for SGD. β₂ of Adam becomes β₂^(n/n₀), so
             that its half-life is the same number of samples.
         max_device_batch_size: most samples of one forward pass on one device. Batches grow up to it; larger steps
             accumulate several batches of equal size, from the next step at which Lightning can change their number on
-            (automatic optimization only).
+            (automatic optimization only). ``"auto"``: a batch for which memory does not suffice is trained on once more
+            in halves, whose gradients are accumulated, and so are the later ones (one process).
         estimator: how gradients are measured: ``"layers"`` by hooks on the layers, ``"parts"`` by differences between
             the backward passes of a step; ``"auto"`` chooses. A :class:`NoiseEstimator` also says how often, and with
             how many random projections.
@@ -146,13 +149,15 @@ class GrowingBatchSize(Callback):
         theta: float | None = None,
         schedule: str | None = None,
         scale_lr: Literal["sqrt", "linear"] | None = None,
-        max_device_batch_size: int | None = None,
+        max_device_batch_size: int | Literal["auto"] | None = None,
         estimator: Literal["auto", "layers", "parts"] | NoiseEstimator = "auto",
         max_overhead: float = 0.03,
         validation: ValidationRule | None = None,
         mode: Literal["auto", "batch", "accumulate", "measure"] = "auto",
     ) -> None:
-        check_positive(max_batch_size=max_batch_size, max_device_batch_size=max_device_batch_size)
+        check_positive(max_batch_size=max_batch_size)
+        if max_device_batch_size != "auto":
+            check_positive(max_device_batch_size=max_device_batch_size)
         check("theta", theta, theta is None or (is_number(theta) and theta > 0), "a number > 0, or None")
         check("scale_lr", scale_lr, scale_lr in (None, "sqrt", "linear"), "'sqrt', 'linear', or None")
         share = is_number(max_overhead) and 0 < max_overhead <= 1
@@ -161,16 +166,17 @@ class GrowingBatchSize(Callback):
         check("validation", validation, is_rule, "a ValidationRule, or None")
         modes = ("auto", "batch", "accumulate", "measure")
         check("mode", mode, mode in modes, f"one of {', '.join(map(repr, modes))}")
-        if mode == "accumulate" and max_device_batch_size is not None:
+        if mode == "accumulate" and max_device_batch_size not in (None, "auto"):
             raise MisconfigurationException(
                 "mode='accumulate' leaves the batches of the loaders as they are, and max_device_batch_size="
                 f"{max_device_batch_size} lets them grow so far: leave one of them out"
             )
-        self.max_batch_size, self.theta, self.schedule, self.scale_lr = max_batch_size, theta, schedule, scale_lr
+        self.max_batch_size, self.theta, self.schedule = max_batch_size, theta, schedule
+        self.scale_lr: Literal["sqrt", "linear"] | None = scale_lr or ("sqrt" if schedule == "auto" else None)
         self.max_device_batch_size, self.max_overhead, self.mode = max_device_batch_size, max_overhead, mode
         self.estimator = estimator if isinstance(estimator, NoiseEstimator) else NoiseEstimator(estimator)
         self.validation = validation or ValidationRule()
-        self._schedule = None if schedule is None else SampleSchedule.parse(schedule, max_batch_size)
+        self._schedule = None if schedule in (None, "auto") else SampleSchedule.parse(schedule, max_batch_size)
         if schedule is not None:
             for name, value, is_unused in (
                 ("theta", theta, theta not in (None, math.inf)),
@@ -256,7 +262,15 @@ class GrowingBatchSize(Callback):
                 f"Batches of {fit.growth.batch_size:g} are larger than "
                 f"GrowingBatchSize(max_batch_size={self.max_batch_size}): start with smaller ones, or raise the limit"
             )
-        if self._limit == math.inf and self._schedule is None:
+        if self.schedule == "auto":
+            self._follow_rate()
+            if not trainer.lr_scheduler_configs:
+                rank_zero_warn(
+                    "GrowingBatchSize(schedule='auto') follows the schedule of the learning rate, and "
+                    "configure_optimizers returns no lr_scheduler: the batch stays as it is, unless the module lowers "
+                    "the rate itself"
+                )
+        if self._limit == math.inf and self.schedule is None:
             rank_zero_warn(
                 "GrowingBatchSize(max_batch_size=None) lets the batch grow to the size of the data set, and this one "
                 "has no length: set max_batch_size to what memory allows"
@@ -271,6 +285,8 @@ class GrowingBatchSize(Callback):
             self._validation.on_train_start(trainer)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.schedule == "auto":
+            self._follow_rate()
         self._present_fit.growth.on_train_epoch_start()
 
     def on_train_batch_start(
@@ -446,9 +462,11 @@ class GrowingBatchSize(Callback):
             fit.values["learning_rate_scale"] = fit.rate.factor
             noise = [noise.value for noise in measurement.noise.values()] if step.checked else []
             fit.rate.end_step(growth.batch_size, min(noise, default=None))
-        if self._schedule is not None:
+        if self.schedule is not None:
             self._record(batch_size=step.samples)
-            if self._steps >= self._looks_at:
+            if self.schedule == "auto":
+                self._follow_rate()
+            elif self._steps >= self._looks_at:
                 self._set_batch_size(trainer, step.samples)
             return
         if step.checked is None:
@@ -499,6 +517,15 @@ class GrowingBatchSize(Callback):
         else:
             self._resize(size, self._noise)
 
+    def _follow_rate(self) -> None:
+        """Take the size that the learning rate has now, which is the same in all processes."""
+        fit = self._present_fit
+        by_rate = None if fit.rate is None or fit.growth.is_fixed else fit.rate.size_by_rate()
+        if by_rate is not None:
+            size = min(by_rate, max(self._limit, fit.growth.batch_size))
+            if size != fit.growth.batch_size:
+                self._resize(size, self._noise)
+
     def _resize(self, size: float, reason: str | None) -> None:
         """Change the size of the next steps, and log it unless the last change that was logged is a similar size."""
         fit = self._present_fit
@@ -513,13 +540,13 @@ class GrowingBatchSize(Callback):
     @property
     def _noise(self) -> str:
         """The reason for a size, in words."""
-        if self._schedule is not None:
+        if self.schedule is not None:
             return f"schedule={self.schedule!r}"
         scale = self._present_fit.measurement.noise_scale
         return f"noise scale {scale:.3g}" if scale is not None else "no noise scale was measured"
 
     def _look_at_schedule(self) -> None:
-        """Take the size that the schedule has after the samples so far, if it has one."""
+        """Take the size that the schedule of samples has after the samples so far, if it has one."""
         if self._schedule is not None:
             self._batch_size = self._schedule.batch_size(self._samples) or self._batch_size
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
@@ -23,6 +24,7 @@ from lightning_struct.callbacks.growing_batch_size.learning_rate import (
 )
 from lightning_struct.callbacks.growing_batch_size.loader_growth import LoaderGrowth
 from lightning_struct.callbacks.growing_batch_size.measurement import Measurement
+from lightning_struct.callbacks.growing_batch_size.memory import MemoryLimit
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import logs_now, optimizer_steps
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -44,6 +46,7 @@ class Fit:
     Attributes:
         growth: the way to change the samples of a step.
         clock: of the schedulers.
+        memory: that halves the samples of a forward pass; None if it does not.
         values: by names of ``LOGGED``: what is new since loggers wrote, as logging takes longer than checking.
         rate: that follows the batch; None if it does not.
         is_described: whether the line that says what was chosen has been printed.
@@ -62,7 +65,7 @@ class Fit:
         trainer: L.Trainer,
         batch_size: float | None,
         before: State,
-        growing: tuple[str, int | None],
+        growing: tuple[str, int | Literal["auto"] | None],
         scale_lr: LearningRateRule | None,
         may_stay: bool,
     ) -> None:
@@ -73,7 +76,8 @@ class Fit:
             self.growth = AccumulationGrowth(trainer, batch_size, is_fixed=mode == "measure")
         else:
             on_refusal = self._accumulate_instead if mode == "auto" else None
-            self.growth = LoaderGrowth(trainer, batch_size, limit, on_refusal)
+            self.growth = LoaderGrowth(trainer, batch_size, None if limit == "auto" else limit, on_refusal)
+        self.memory = MemoryLimit(trainer) if limit == "auto" else None
         self.clock, self.values = SchedulerClock(trainer), dict[str, float]()
         self.rate = None if scale_lr is None else LearningRateScale(scale_lr)
         self.is_described, self.note = False, ""
@@ -87,7 +91,7 @@ class Fit:
         self._loaded_growth: State | None = None
         self._loaded_measurement: State | None = before["measurement"]
         self._resumes = False
-        self._load_learning_rate(before)
+        self._load(before)
         self._steps_before = 0
         self.batch: tuple[Any, int] | None = None
         self.batch_ended = self.stepped = self._stepped_by_hand = False
@@ -127,6 +131,9 @@ class Fit:
             read = sum(expected_sizes) * self.measurement.processes * self.trainer.accumulate_grad_batches
             self.rate.begin_batch(self.growth.batch_size, read or None)
         self.measurement.begin_batch(batch, expected_sizes, step)
+        if self.memory is not None:
+            begin_part = partial(self.measurement.begin_part, step)
+            self.memory.begin_batch(expected_sizes, begin_part, self.measurement.pause)
 
     def end_batch(self, batch: Any, batch_idx: int) -> int:
         """Count a batch that was trained on; returns its samples, over all processes."""
@@ -175,6 +182,8 @@ class Fit:
             self._handle.remove()
         if self.rate is not None:
             self.rate.detach()
+        if self.memory is not None:
+            self.memory.detach()
         self.clock.detach()
         self.growth.restore()
         return state
@@ -186,11 +195,12 @@ class Fit:
             "measurement": self._loaded_measurement if self._measurement is None else self._measurement.state_dict(),
             "learning_rate": None if self.rate is None else self.rate.state_dict(),
             "schedulers": self.clock.state_dict(),
+            "memory": None if self.memory is None else self.memory.samples,
         }
 
     def load_state_dict(self, state: State) -> None:
         """Continue where the state was saved."""
-        self._load_learning_rate(state)
+        self._load(state)
         if state["schedulers"] is not None:
             self.clock.load_state_dict(state["schedulers"])
         self._loaded_measurement, self._resumes = state["measurement"], True
@@ -200,7 +210,9 @@ class Fit:
             self.growth.load_state_dict(state["growth"])
             self._loaded_growth = state["growth"]
 
-    def _load_learning_rate(self, state: State) -> None:
+    def _load(self, state: State) -> None:
+        if self.memory is not None and state["memory"] is not None:
+            self.memory.samples = state["memory"]
         if self.rate is not None and state["learning_rate"] is not None:
             self.rate.load_state_dict(state["learning_rate"])
 

@@ -25,7 +25,11 @@ from lightning_struct.utilities.namespaces import MisconfigurationException
 REACHED = 0.9
 
 TOLERANCE = 1e-9  # of sums of fractions of a batch
-SAVED = ("first_batch_size", "batch_size", "noise_scale")  # attributes of the scale in checkpoints, without their _
+# Attributes of the scale in checkpoints, without their _
+SAVED = ("first_batch_size", "batch_size", "noise_scale", "highest_rates")
+
+# Halvings of a rate that double the batch: a cosine ends at zero, and its last steps would be on all samples.
+MOST_HALVINGS = 4
 
 LearningRateRule: TypeAlias = Literal["sqrt", "linear"]
 
@@ -59,6 +63,9 @@ class LearningRateScale:
     Between the steps, and in the closure of a step, ``param_groups`` hold the rate that the user configured:
     schedulers, loggers, checkpoints and ``training_step`` see that one. A rate that is a tensor is changed in place.
 
+    With the rate, the β₂ of Adam and its variants becomes β₂^(n/n₀), so that the half-life of its average of squares is
+    the same number of samples (Marek et al. 2025, arXiv 2507.07101).
+
     Args:
         rule: see :func:`learning_rate_factor`.
     """
@@ -68,20 +75,41 @@ class LearningRateScale:
         self._first_batch_size: float | None = None
         self._batch_size = 0.0
         self._noise_scale: float | None = None
+        self._highest_rates: list[float] = []
         self._broadcast: Callable[[Any], Any] = lambda value: value
         self._optimizers: Callable[[], Sequence[Any]] = list
         self._handles: list[RemovableHandle] = []
-        self._rates: dict[Optimizer, list[tuple[dict[str, Any], float | Tensor]]] = {}
+        self._configured: dict[Optimizer, list[tuple[dict[str, Any], str, Any]]] = {}
         self._depth: dict[Optimizer, int] = {}
 
     @property
     def factor(self) -> float:
         """Factor of the rate; 1 in the first step, to whose batch size the configured rate belongs."""
         first = self._first_batch_size
-        if first is None:
-            return 1.0
-        noise = None if self._noise_scale is None else self._noise_scale / first
-        return learning_rate_factor(self._rule, self._batch_size / first, noise)
+        noise = None if self._noise_scale is None or first is None else self._noise_scale / first
+        return learning_rate_factor(self._rule, self._growth, noise)
+
+    @property
+    def _growth(self) -> float:
+        """n/n₀."""
+        return 1.0 if self._first_batch_size is None else self._batch_size / self._first_batch_size
+
+    def size_by_rate(self) -> float | None:
+        """Batch size by which the schedule of the rate is followed (Seesaw: Meterez et al. 2025, arXiv 2510.14717).
+
+        It is n₀ times two for each time that the configured rate has halved since it was highest, up to
+        ``MOST_HALVINGS``; of several rates the one counts that has fallen least. If the rate grows by √(n/n₀), it falls
+        by √2 when it would have halved. Between two halvings it goes on falling. None before the first step.
+        """
+        groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
+        rates = [float(group["lr"]) for group in groups if group.get("lr") is not None]
+        highest = self._highest_rates if len(self._highest_rates) == len(rates) else rates
+        self._highest_rates = [max(rate, before) for rate, before in zip(rates, highest, strict=True)]
+        shares = (rate / top for rate, top in zip(rates, self._highest_rates, strict=True) if top > 0)
+        least = max(max(shares, default=1.0), 0.5**MOST_HALVINGS)
+        if self._first_batch_size is None:
+            return None
+        return self._first_batch_size * 2 ** math.floor(-math.log2(least) + TOLERANCE)
 
     def attach(
         self, optimizers: Callable[[], Sequence[Any]], broadcast: Callable[[Any], Any] = lambda value: value
@@ -194,34 +222,37 @@ class LearningRateScale:
         return evaluate
 
     def _multiply(self, optimizer: Optimizer) -> None:
-        factor = self.factor
-        if optimizer in self._rates or factor == 1.0:
+        factor, growth = self.factor, self._growth
+        if optimizer in self._configured or growth == 1.0:
             return
-        rates = self._rates[optimizer] = []
+        configured = self._configured[optimizer] = []
         multiplied: set[int] = set()  # groups may share a tensor
         for group in optimizer.param_groups:
-            rate = group.get("lr")
+            rate, betas = group.get("lr"), group.get("betas")
+            if isinstance(betas, (tuple, list)) and len(betas) == 2:
+                configured.append((group, "betas", betas))
+                group["betas"] = (betas[0], betas[1] ** growth)
             if rate is None or id(rate) in multiplied:
                 continue
             if isinstance(rate, Tensor):
                 multiplied.add(id(rate))
                 with no_grad():
-                    rates.append((group, rate.clone()))
+                    configured.append((group, "lr", rate.clone()))
                     rate.mul_(factor)
             else:
-                rates.append((group, rate))
+                configured.append((group, "lr", rate))
                 group["lr"] = rate * factor
 
     def _put_back(self, optimizer: Optimizer) -> None:
-        for group, rate in self._rates.pop(optimizer, []):
-            if isinstance(rate, Tensor):
+        for group, name, value in self._configured.pop(optimizer, []):
+            if isinstance(value, Tensor):
                 with no_grad():
-                    group["lr"].copy_(rate)
+                    group[name].copy_(value)
             else:
-                group["lr"] = rate
+                group[name] = value
 
     def _put_all_back(self) -> None:
-        for optimizer in list(self._rates):
+        for optimizer in list(self._configured):
             self._put_back(optimizer)
         self._depth.clear()
 

@@ -153,6 +153,10 @@ class Measurement:
         self._expected_sizes = expected_sizes
         self._ask(lambda estimator: estimator.begin_batch(batch, expected_sizes, step))
 
+    def begin_part(self, step: int, part: Any, sizes: list[int]) -> None:
+        """Begin with a part of a batch, of which the loaders gave so many samples each."""
+        self._ask(lambda estimator: estimator.begin_batch(part, sizes, step))
+
     def before_backward(self, loss: Tensor) -> None:
         if self._sees_loss:
             self._loss_growth.update(loss)

@@ -1,6 +1,7 @@
 """The learning rate and the schedules of batches that grow."""
 
 import math
+from itertools import accumulate
 
 import lightning as L
 import pytest
@@ -221,6 +222,15 @@ def test_groups_keep_their_own_rates():
     assert [group["lr"] for group in optimizer.param_groups] == [RATE, 0.3]
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam])
+def test_the_half_life_of_squares_is_as_many_samples(kind):
+    optimizer, seen = kind([parameter()], betas=(0.9, 0.99)), []
+    doubled(optimizer)
+    optimizer.register_step_pre_hook(lambda of, *_: seen.append(of.param_groups[0]["betas"]))  # after all optimizers'
+    optimizer.step()
+    assert seen == [(0.9, 0.99**2)] and optimizer.param_groups[0]["betas"] == (0.9, 0.99)
+
+
 def test_an_optimizer_that_takes_the_place_of_another_is_scaled_too(tmp_path):
     class Replacing(Slope):
         def on_train_batch_start(self, batch, batch_idx):
@@ -322,6 +332,44 @@ def scheduled(make, module=Slope, **config):
             self.places.append(self.scheduler.last_epoch)
 
     return Scheduled()
+
+
+SHAPES = {
+    "linear": lambda time: 1 - time,
+    "cosine": lambda time: (1 + math.cos(math.pi * time)) / 2,
+    "step": lambda time: 0.5 ** int(4 * time),
+    "warm-up": lambda time: 0.1 + 3.6 * time if time < 0.25 else 1.2 * (1.0 - time) + 0.1,
+}
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_when_its_schedule_has_halved_the_rate_the_batch_doubles_and_the_rate_has_fallen_by_the_root(
+    tmp_path, shape, interval
+):
+    def falling(optimizer):
+        length = module.planned if interval == "step" else epochs
+        return LambdaLR(optimizer, lambda step: SHAPES[shape](step / length))
+
+    module, epochs = scheduled(falling, interval=interval), 2 if interval == "step" else 8
+    callback = GrowingBatchSize(schedule="auto")
+    fit(tmp_path, None, module, DataLoader(range(320), 4), callbacks=[callback], max_epochs=epochs)
+    steps = []
+    for top, rate, *step in zip(
+        accumulate(module.seen[::3], max), module.seen[::3], module.sizes, module.rates, strict=True
+    ):
+        size = 4 * 2 ** min(int(math.log2(top / rate) + 1e-9), 4)
+        steps.append((size, rate * math.sqrt(size / 4), *step))
+    reached = [step for step in steps if step[0] == step[2]]
+    assert all(scaled == pytest.approx(rate) for _, scaled, _, rate in reached)
+    assert len(steps) - len(reached) <= 2 * epochs  # the ends of epochs
+    assert max(module.sizes) >= 16 and len(steps) <= (0.67 if shape == "cosine" else 0.85) * 80 * epochs
+
+
+def test_a_schedule_that_is_not_there_cannot_be_followed(tmp_path):
+    with pytest.warns(UserWarning, match="returns no lr_scheduler: the batch stays as it is"):
+        module = fit(tmp_path, None, callbacks=[GrowingBatchSize(schedule="auto")])
+    assert module.sizes == [4] * 10
 
 
 def constant(optimizer):
@@ -447,11 +495,19 @@ def test_lightning_steps_the_scheduler_again_after_training(tmp_path):
 
 # Resuming
 
-WAYS = {"batch": {}, "manual": {}, "accumulate": {"mode": "accumulate"}, "both": {"max_device_batch_size": 5}}
+WAYS = {
+    "batch": {},
+    "manual": {},
+    "accumulate": {"mode": "accumulate"},
+    "both": {"max_device_batch_size": 5},
+    "auto": {"schedule": "auto"},
+}
 
 
 def run(directory, way, ckpt_path=None, **options):
     def cosine(optimizer):
+        if way == "auto":
+            return LambdaLR(optimizer, lambda step: 0.5 ** (step // 8))
         return LambdaLR(optimizer, lambda step: math.cos(step / module.planned))
 
     checkpoint = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=-1)

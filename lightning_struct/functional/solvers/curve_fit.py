@@ -299,7 +299,7 @@ def _fits(
         )
         r, J = evaluate(p, data)
         held = torch.zeros_like(p, dtype=torch.bool) if limits is None else (p <= limits[0]) | (p >= limits[1])
-        covariance = _covariance(J.masked_fill(held[:, None], 0.0), held)
+        covariance = inverse_of_normal_matrices(J.masked_fill(held[:, None], 0.0), held)
         if scaled:
             degrees = r.shape[1] - count
             variance = r.square().sum(1) / degrees if degrees > 0 else torch.full_like(r[:, 0], torch.inf)
@@ -314,7 +314,7 @@ def _fits(
     )
 
 
-def _covariance(J: Tensor, held: Tensor) -> Tensor:
+def inverse_of_normal_matrices(J: Tensor, held: Tensor) -> Tensor:
     """(JᵀJ)⁻¹, (B, P, P), by the columns of J scaled to norm one; infinite where J is singular, zero where held."""
     norms = torch.linalg.vector_norm(J, dim=1)
     scale = torch.where(norms > 0, norms, 1.0)

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.hub import tqdm
 
-from lightning_struct.functional.checks import warn
+from lightning_struct.functional.checks import is_integer, is_real, warn
 from lightning_struct.functional.jacobian.losses import GaussNewtonLoss, get_loss
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.solvers.least_squares import RightPreconditioner
@@ -227,6 +228,55 @@ class SHF(torch.optim.Optimizer):
         steps.adapt(now, model, solver, update)  # λ (section 4.2), γ and maxiter (section 4.5)
         self.report = steps.report(now, model, update)  # n̂ of the norm test (equation (14))
         return self.report
+
+    def fit(self, inputs: Any, *, max_steps: int = 100, tolerance: float = 1e-10, progress: bool = False) -> StepReport:
+        """Take steps on one batch of residuals (``loss="least_squares"``) until they have converged.
+
+        Args:
+            inputs: as for :meth:`step`.
+            max_steps: bound on the steps.
+            tolerance: relative; the fit ends when a number in :attr:`StepReport.convergence` is within it.
+            progress: whether to show a bar of the steps with the loss.
+
+        Returns:
+            StepReport: of the last step; ``reason_within(tolerance)`` is None if ``max_steps`` ended the fit.
+
+        Raises:
+            ValueError: the loss is of outputs, or ``max_steps`` or ``tolerance`` is not positive.
+        """
+        self._residual_steps("fit")
+        if not (is_integer(max_steps) and max_steps > 0 and is_real(tolerance) and tolerance > 0):
+            raise ValueError(f"max_steps and tolerance must be positive, but are {max_steps!r} and {tolerance!r}")
+        with tqdm(total=max_steps, unit="step", disable=not progress) as bar:
+            for _ in range(max_steps):
+                report = self.step(inputs=inputs)
+                bar.update()
+                bar.set_postfix(loss=f"{report.loss_after:.3g}")
+                if report.reason_within(tolerance) is not None:
+                    break
+        return report
+
+    @torch.no_grad()
+    def covariance(self, inputs: Any) -> Tensor:
+        """Covariance of the trained parameters, s² (JᵀJ)⁻¹ with s² = ‖r‖²/(N - P), after a fit of residuals.
+
+        Args:
+            inputs: as for :meth:`step`.
+
+        Returns:
+            (P, P), in the order of ``module.parameters()``, each flat. The roots of its diagonal are standard errors.
+
+        Raises:
+            ValueError: the loss is of outputs; there are not more residuals than parameters; or J is singular.
+        """
+        return self._residual_steps("covariance").covariance(self._now, inputs)
+
+    def _residual_steps(self, method: str) -> ResidualSteps:
+        if not isinstance(self._steps, ResidualSteps):
+            raise ValueError(  # noqa: TRY004
+                f"SHF.{method} is for residuals: SHF(module, 'least_squares'), whose module returns them"
+            )
+        return self._steps
 
     @property
     def loss(self) -> GaussNewtonLoss | LeastSquares:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+_TOLERANCE = 1e-10
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -32,6 +34,10 @@ class StepReport:
         step_scale: σ, the share of the solver's direction that was tried (damping by :class:`NextBatch`; else 1).
         next_batch_ratio: fall of the loss of the next batch over that of a step's own, averaged over the steps until
             the last; None where it is not measured yet.
+        convergence: with ``loss="least_squares"``, what remained to be gained, relatively: ``"gtol"``, ‖Jᵀr‖ over
+            ‖J‖ ‖r‖ before the step; ``"ftol"``, the larger of the fall of the loss and its prediction; ``"xtol"``, the
+            length of the step over that of the weights. 0 under ``"precision"`` if no step lowers the loss, or under
+            ``"underflow"`` if the gradient is too small for its dtype.
         seconds: wall time by phase (``"linearize"``, with the gradient; ``"precondition"``; ``"solve"``, with the merit
             evaluated in it; ``"line_search"``; ``"merit"``, after the step).
 
@@ -60,6 +66,21 @@ class StepReport:
     block_losses: Mapping[str, float] = field(default_factory=dict)
     step_scale: float = 1.0
     next_batch_ratio: float | None = None
+    convergence: Mapping[str, float] = field(default_factory=dict)
+
+    def reason_within(self, tolerance: float) -> str | None:
+        """The first name in ``convergence`` whose number is within a tolerance, or None."""
+        return next((name for name, size in self.convergence.items() if size <= tolerance), None)
+
+    @property
+    def reason(self) -> str | None:
+        """Why a fit of this batch would end, within 1e-10: a name in ``convergence``, or None."""
+        return self.reason_within(_TOLERANCE)
+
+    @property
+    def converged(self) -> bool:
+        """Whether this batch is fitted to within 1e-10, or to the limit of the precision. Other batches may differ."""
+        return self.reason not in (None, "underflow")
 
 
 class PhaseTimer:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ class Update:
         stop_reason: why the last solver stopped, or ``"line_search"`` or ``"zero_gradient"`` if the weights stay.
         merits: (iteration, φ) as evaluated during the solve.
         last_merit: φ(s d), if the solve has evaluated it.
+        convergence: see :class:`StepReport`.
     """
 
     loss: float
@@ -46,6 +47,7 @@ class Update:
     reduction_ratio: float = 0.0
     merits: tuple[tuple[int, float], ...] = ()
     last_merit: float | None = None
+    convergence: Mapping[str, float] = field(default_factory=dict)
 
 
 class Steps(ABC):
@@ -114,6 +116,7 @@ class Steps(ABC):
             block_losses=model.block_losses,
             step_scale=now.memory.step_scale,
             next_batch_ratio=now.memory.ratio,
+            convergence=update.convergence,
         )
 
     @contextmanager

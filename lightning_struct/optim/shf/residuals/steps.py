@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.collective import rank
+from lightning_struct.collective import all_gather_unequal, rank
+from lightning_struct.functional.residuals.jacobians import matrix_form
 from lightning_struct.functional.residuals.residual_rows import RowRecords
 from lightning_struct.functional.residuals.residuals import LeastSquares
+from lightning_struct.functional.solvers.curve_fit import inverse_of_normal_matrices
 from lightning_struct.functional.solvers.factored_least_squares import geodesic_acceleration
 from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.residuals.model import ResidualModel
@@ -111,7 +113,8 @@ class ResidualSteps(Steps):
             if model.value > 0.0:
                 why = ": it is at a minimum, or no residual depends on the weights (look for detach, no_grad, item)"
             self.diagnostics.once("zero", f"SHF: the gradient of this batch is zero{why}; no step is taken")
-            return Update(model.value, damping or 1.0, "zero_gradient", solver.iterations)
+            name = "underflow" if bool(model.gradient.any()) else "gtol"
+            return Update(model.value, damping or 1.0, "zero_gradient", solver.iterations, convergence={name: 0.0})
         start = now.start(model.weights.vector)
         with torch.autocast(model.residual.device.type, enabled=False):
             for center in (None,) if start is None else (start, None):
@@ -125,14 +128,31 @@ class ResidualSteps(Steps):
                 with now.timed("line_search"):
                     step = steps.best(around, adapts=adapts)
                 if step is not None:
-                    change = model.value_of(model.residual + solver.product(step.velocity)).item() - model.value
-                    ratio = (step.value - model.value) / change if change < 0.0 else 0.0
-                    d = step.direction
-                    iterations = solver.iterations
-                    return Update(step.value, step.damping, solver.stop_reason, iterations, d, d, 1.0, ratio)
+                    d, w = step.direction, model.weights.vector
+                    predicted = model.value_of(model.residual + solver.product(step.velocity))
+                    value, *squares = torch.stack([predicted, inner(d, d), inner(w, w)]).tolist()
+                    change, fall = value - model.value, model.value - step.value
+                    size = solver.largest * math.sqrt(2.0 * model.value)
+                    convergence = {
+                        "gtol": math.sqrt(model.gradient_squared) / size if size else 0.0,
+                        "ftol": max(fall, -change) / model.value,
+                        "xtol": math.sqrt(squares[0] / squares[1]) if squares[1] else math.inf,
+                    }
+                    return Update(
+                        loss=step.value,
+                        damping=step.damping,
+                        stop_reason=solver.stop_reason,
+                        iterations=solver.iterations,
+                        change=d,
+                        direction=d,
+                        step_length=1.0,
+                        reduction_ratio=-fall / change if change < 0.0 else 0.0,
+                        convergence=convergence,
+                    )
         self._warn_of_precision(model)
         raised = min(around * _RAISED, max(solver.largest, bounds[0]))
-        return Update(model.value, min(raised, bounds[1]), "line_search", solver.iterations)
+        left = {"precision": 0.0}
+        return Update(model.value, min(raised, bounds[1]), "line_search", solver.iterations, convergence=left)
 
     def adapt(self, now: StepState, model: ResidualModel, solver: ResidualSolver, update: Update) -> None:
         """λ and γ of the next step, and the memory of this one."""
@@ -160,6 +180,23 @@ class ResidualSteps(Steps):
                 "too_many_rows": dict(self._free_memory.too_many),
             },
         )
+
+    def covariance(self, now: StepState, inputs: Any) -> Tensor:
+        """s² (JᵀJ)⁻¹ at the current weights, (P, P), with s² = ‖r‖²/(N - P).
+
+        Raises:
+            ValueError: there are not more residuals than parameters, or J is singular.
+        """
+        model = self.linearize(now, inputs, None)
+        count = len(model.weights.vector)
+        if model.rows <= count:
+            raise ValueError(f"{model.rows} residuals are too few for a covariance of {count} parameters")
+        rows = model.jacobian(matrix_form(model.rows, count)).gathered(all_gather_unequal).dense()
+        held = torch.zeros(1, count, dtype=torch.bool, device=rows.device)
+        inverse = inverse_of_normal_matrices(rows[None], held)[0]
+        if not bool(inverse.isfinite().all()):
+            raise ValueError("the residuals do not determine the parameters: their Jacobian is singular")
+        return 2.0 * model.value / (model.rows - count) * inverse
 
     def _warn_of_slow_rows(self) -> None:
         for name, reason in self._records.refused.items():

@@ -111,6 +111,6 @@ class ModuleCall:
 
 
 def places(tensors: Sequence[Tensor]) -> set[tuple[int, int]]:
-    """The addresses of the storages of dense tensors, and how far apart their rows are there."""
+    """The storages of dense tensors, and how far apart their rows are there."""
     dense = [t for t in tensors if t.layout == torch.strided and not t.is_nested and t.ndim]
-    return {(t.untyped_storage().data_ptr(), t.stride(0)) for t in dense}
+    return {(t.untyped_storage()._cdata, t.stride(0)) for t in dense}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 
 from lightning_struct.callbacks import pictures
 from lightning_struct.callbacks.runs import NewlyLogged, Run
@@ -21,13 +20,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-RECORDED_IN_TRAINING = ("train_loss", "batch_size", "damping", "solver_iterations")
-VALIDATION_LOSS = "val_loss"
+RECORDED_IN_TRAINING = ("train_loss", "train_accuracy", "batch_size", "damping", "solver_iterations")
+RECORDED_IN_VALIDATION = ("val_loss", "val_accuracy")
 MOST_RECORDS = 4096
-COLUMNS = ("seconds", "step", *RECORDED_IN_TRAINING, VALIDATION_LOSS)
-
-# Labelled ticks of the axis of the losses.
-_FEWEST_TICKS, _MOST_TICKS = 2, 12
+COLUMNS = ("seconds", "step", *RECORDED_IN_TRAINING, *RECORDED_IN_VALIDATION)
+PANELS = {"loss": "loss", "accuracy": "accuracy", "batch_size": "samples in a batch"}  # part of a name -> axis
 
 # What Lightning adds to the name of a metric where there are several loaders, before the number of the loader.
 _OF_LOADER = "/dataloader_idx_"
@@ -36,12 +33,13 @@ _OF_LOADER = "/dataloader_idx_"
 class TrainingCurves(Callback):
     """Records losses, batch sizes and solver statistics over the seconds of training, and draws them at the end.
 
-    After a training step it records ``train_loss``, ``batch_size``, ``damping`` and ``solver_iterations``, those that
-    were logged in it; after an epoch, those that are logged once in an epoch; after a validation, ``val_loss``, with
-    several loaders that of each, as ``val_loss/dataloader_idx_0``. When ``fit`` ends, or is interrupted by Ctrl-C or
-    SIGTERM, ``training_curves.csv`` and ``training_curves.png`` are written to the log directory (by the first process,
-    and not under ``fast_dev_run``). A resumed run goes on with the records and the clock of its checkpoint. With
-    another Trainer or module, as for the next fold of a cross-validation, the callback starts anew.
+    After a training step it records ``train_loss``, ``train_accuracy``, ``batch_size``, ``damping`` and
+    ``solver_iterations``, if they were logged in it; after an epoch, values that are logged once in an epoch; after a
+    validation, ``val_loss`` and ``val_accuracy``, for each loader if there are several, as
+    ``val_loss/dataloader_idx_0``. When ``fit`` ends, or is interrupted by Ctrl-C or SIGTERM,
+    ``training_curves.csv`` and ``training_curves.png`` are written to the log directory (by the first process, and not
+    under ``fast_dev_run``). A resumed run continues the records and the clock of its checkpoint. With another Trainer
+    or module, as for the next fold of a cross-validation, the callback begins anew.
 
     :class:`~lightning_struct.callbacks.GrowingBatchSize` logs its ``batch_size`` every ``log_every_n_steps`` steps of
     the Trainer: put it before this callback, and let ``every_n_steps`` divide that number. Of more than 4096 records
@@ -91,56 +89,46 @@ class TrainingCurves(Callback):
         return self._seconds_before + running
 
     def plot(self) -> tuple[Figure, list[Axes]]:
-        """Draw the losses over the seconds of training and, if it was logged, the batch size over them.
+        """Draw the losses over the seconds of training and, if they were logged, accuracies and the batch size.
 
         Training is dotted, validation solid, as in figures 2 and 3 of Emirahmetoglu & Stewart. The axis of the losses
         is logarithmic, or linear where some are negative.
 
         Returns:
-            The figure, and its one or two axes.
+            The figure, and its axes: of the losses, of the accuracies, of the batch size.
 
         Raises:
             MisconfigurationException: if nothing has been recorded, or matplotlib is missing.
         """
         require("matplotlib", "TrainingCurves.plot")
-        from matplotlib.ticker import AutoLocator, LogLocator, StrMethodFormatter
-
         if not self.records:
-            raise MisconfigurationException(
-                "TrainingCurves has no records: train first, and log train_loss or val_loss."
-            )
-        panels = 1 + any("batch_size" in record for record in self.records)
-        figure, axes = pictures.new_figure(panels, 5.5, 4, "TrainingCurves.plot")
-        losses, *others = axes
-        pictures.draw_curve(losses, self.records, "seconds", "train_loss", linestyle=":", color="C1", label="training")
-        for number, name in enumerate(self._validation_losses):
-            loader = name.removeprefix(VALIDATION_LOSS).replace(_OF_LOADER, " ")
-            color = f"C{number + (number > 0)}"  # C1 is that of training
-            pictures.draw_curve(
-                losses, self.records, "seconds", name, linestyle="-", color=color, label=f"validation{loader}"
-            )
-        if losses.lines:
-            losses.legend()
-        losses.set_ylabel("loss")
-        names = ("train_loss", *self._validation_losses)
-        values = [record[name] for record in self.records for name in names if name in record]
-        if any(value > 0 for value in values) and not any(value < 0 for value in values):
-            losses.set_yscale("log", nonpositive="mask")
-            # 1, 2 and 5 of each decade, 1 where there are too many, round numbers where too few; never 8.1 x 10^1
-            low, high = losses.get_ylim()
-            for locator in (LogLocator(subs=(1, 2, 5)), LogLocator(), AutoLocator()):
-                losses.yaxis.set_major_locator(locator)
-                if _FEWEST_TICKS <= sum(low <= tick <= high for tick in losses.get_yticks()) <= _MOST_TICKS:
-                    break
-            losses.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            losses.yaxis.set_minor_formatter("")
-        for panel in others:
-            pictures.draw_curve(panel, self.records, "seconds", "batch_size", drawstyle="steps-post")
-            panel.set(ylabel="samples in a batch", ylim=(0, None))
-        for panel in axes:
-            panel.set(xlabel="seconds of training", xlim=(0, None))
+            raise MisconfigurationException("TrainingCurves has no records: train, and log train_loss or val_loss.")
+        drawn = {kind: [name for name in self._recorded if kind in name] for kind in PANELS}
+        drawn = {kind: names for kind, names in drawn.items() if names or kind == "loss"}
+        figure, axes = pictures.new_figure(len(drawn), 5.5, 4, "TrainingCurves.plot")
+        last = self.records[-1]
+        figure.suptitle(f"Training: {last['step']:,.0f} steps in {last['seconds']:,.0f} seconds")
+        for panel, (kind, names) in zip(axes, drawn.items(), strict=True):
+            validations = [name for name in names if name.startswith(RECORDED_IN_VALIDATION)]
+            for name in sorted(names, key=lambda name: name.startswith(RECORDED_IN_VALIDATION)):
+                style = {"linestyle": ":", "color": "C1", "label": "training"}
+                if name in validations:
+                    loader, number = name.partition(_OF_LOADER)[2], validations.index(name)
+                    color = f"C{number + (number > 0)}"  # C1 is that of training
+                    style = {"linestyle": "-", "color": color, "label": f"validation {loader}".rstrip()}
+                if kind == "batch_size":
+                    style = {"drawstyle": "steps-post"}
+                pictures.draw_curve(panel, self.records, "seconds", name, **style)
+            panel.set(ylabel=PANELS[kind], xlabel="seconds of training", xlim=(0, None))
             panel.locator_params(axis="x", nbins=6)
             panel.grid(alpha=0.25)
+            if kind == "batch_size":
+                panel.set_ylim(0, None)
+            elif names:
+                panel.legend()
+        values = [record[name] for record in self.records for name in drawn["loss"] if name in record]
+        if any(value > 0 for value in values) and not any(value < 0 for value in values):
+            _set_log_scale(axes[0])
         return figure, axes
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -178,7 +166,7 @@ class TrainingCurves(Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            names = [name for name in trainer.callback_metrics if name.partition(_OF_LOADER)[0] == VALIDATION_LOSS]
+            names = [n for n in trainer.callback_metrics if n.partition(_OF_LOADER)[0] in RECORDED_IN_VALIDATION]
             self._record(trainer, self._newly_validated.since_last(trainer, names))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -209,10 +197,9 @@ class TrainingCurves(Callback):
         self._seconds_before, self._started_at = self.seconds, None
 
     @property
-    def _validation_losses(self) -> list[str]:
-        """Names of those that were recorded, one for each loader."""
-        names = (name for record in self.records for name in record if name.startswith(VALIDATION_LOSS))
-        return list(dict.fromkeys(names))
+    def _recorded(self) -> list[str]:
+        """Names of all recorded values, in the order of their first records."""
+        return list(dict.fromkeys(name for record in self.records for name in record))
 
     def _record_epoch(self, trainer: L.Trainer) -> None:
         """Record what is logged once in an epoch, and not in its steps."""
@@ -220,8 +207,7 @@ class TrainingCurves(Callback):
         self._record(trainer, logged - self._logged_in_steps_of_epoch)
 
     def _record(self, trainer: L.Trainer, names: Collection[str]) -> None:
-        metrics: Mapping[str, Tensor] = trainer.callback_metrics
-        values = {name: value.item() for name, value in metrics.items() if name in names}
+        values = {name: value.item() for name, value in trainer.callback_metrics.items() if name in names}
         if values:
             self.records.append({"seconds": self.seconds, "step": trainer.global_step, **values})
         while len(self.records) > MOST_RECORDS:
@@ -233,11 +219,25 @@ class TrainingCurves(Callback):
         table, picture = self._directory / "training_curves.csv", self._directory / "training_curves.png"
         self._directory.mkdir(parents=True, exist_ok=True)
         with table.open("w", newline="") as file:
-            writer = csv.DictWriter(file, dict.fromkeys((*COLUMNS, *self._validation_losses)))
+            writer = csv.DictWriter(file, dict.fromkeys((*COLUMNS, *self._recorded)))
             writer.writeheader()
             writer.writerows(self.records)
         pictures.write_picture(self.plot()[0], picture)
         self.paths = [picture, table]
+
+
+def _set_log_scale(losses: Axes) -> None:
+    """Make the axis logarithmic, with ticks at 1, 2 and 5 of each decade; fewer or more if that suits the range."""
+    from matplotlib.ticker import AutoLocator, LogLocator, StrMethodFormatter
+
+    losses.set_yscale("log", nonpositive="mask")
+    low, high = losses.get_ylim()
+    for locator in (LogLocator(subs=(1, 2, 5)), LogLocator(), AutoLocator()):
+        losses.yaxis.set_major_locator(locator)
+        if 2 <= sum(low <= tick <= high for tick in losses.get_yticks()) <= 12:
+            break
+    losses.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    losses.yaxis.set_minor_formatter("")
 
 
 def _thinned(records: Sequence[dict[str, float]]) -> list[dict[str, float]]:
@@ -247,7 +247,7 @@ def _thinned(records: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     """
     kinds: dict[bool, list[int]] = {True: [], False: []}
     for place, record in enumerate(records):
-        kinds[any(name.startswith(VALIDATION_LOSS) for name in record)].append(place)
+        kinds[any(name.startswith(RECORDED_IN_VALIDATION) for name in record)].append(place)
     places = max(kinds.values(), key=len)
     older = places[: len(places) // 2]
     pairs = zip(older[::2], older[1::2], strict=False)

@@ -237,6 +237,21 @@ def test_plot_draws_training_dotted_validation_solid_and_batch_sizes(tmp_path):
     assert list(sizes.lines[0].get_ydata()) == [4] * 6 and errors.get_yscale() == "log"
 
 
+class Accurate(Descent):
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("val_accuracy", 1 / (1 + self.weight.detach()))
+
+
+def test_accuracies_have_a_panel_of_their_own_below_a_title(tmp_path):
+    curves = TrainingCurves()
+    fit(tmp_path, curves, Accurate())
+    figure, panels = curves.plot()
+    assert figure.get_suptitle().startswith("Training: 6 steps in ")
+    assert [panel.get_ylabel() for panel in panels] == ["loss", "accuracy", "samples in a batch"]
+    assert list(panels[1].lines[0].get_ydata()) == [approx(1 / 9), approx(1 / 2)]
+
+
 class TwoValidations(Descent):
     """The same with two validation loaders."""
 

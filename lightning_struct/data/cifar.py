@@ -1,30 +1,33 @@
 """CIFAR-10: labelled colour images, standardised."""
 
+from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_struct.data.curves import synthetic_digits
-from lightning_struct.data.files import DamagedFileError, check_values, naming_file, require_torchvision
-from lightning_struct.data.flat_images import mean_and_std
-from lightning_struct.data.in_memory import (
-    BatchedTensorDataset,
-    DownloadedDataModule,
-    LabelledImages,
-    Splits,
-    choose_at_random,
-    split_in_order,
+from lightning_struct.data.files import (
+    Content,
+    DamagedFileError,
+    check_values,
+    naming_file,
+    read_files,
+    require_torchvision,
 )
+from lightning_struct.data.flat_images import mean_and_std
+from lightning_struct.data.in_memory import BatchedTensorDataset, DownloadedDataModule, Draws, LabelledSamples
 
 IMAGE_SIZE = 32
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-OFFICIAL_DIRECTORY = "cifar-10-batches-py"
+OFFICIAL_DIRECTORY, OFFICIAL_ARCHIVE = "cifar-10-batches-py", "cifar-10-python.tar.gz"
 OFFICIAL_FILES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta")
 CHANNEL_MEAN = (0.4914, 0.4822, 0.4465)
 CHANNEL_STD = (0.2470, 0.2435, 0.2616)
 CHUNK = 1024  # images that are coloured at a time
+FORMATS = "bmp|jpg|jpeg|pgm|png|ppm|tif|tiff|webp"
+MOST_BYTES = 1_000_000  # of a file of one image
 
 
 class CIFAR10DataModule(DownloadedDataModule):
@@ -42,18 +45,19 @@ class CIFAR10DataModule(DownloadedDataModule):
     Grey images are the means of the three colours, flat, (1024,); each pixel is standardised by its own mean and
     standard deviation over the training images instead.
 
-    The official files are read where they are. Where they are not, the images are those of ``data_dir/train/CLASS`` and
-    ``data_dir/test/CLASS``, one file for each image in any format that PIL opens, if there are such directories.
+    The official files come first: those in ``cifar-10-batches-py``, or the archive of them, which is unpacked beside
+    itself. Without them, the images are those of ``data_dir/train/CLASS`` and ``data_dir/test/CLASS``, one file for
+    each image in any usual format, or those of archives of such directories, which are read as they are.
 
     Args:
-        data_dir: directory with ``cifar-10-batches-py`` as torchvision keeps it, or with the directories ``train`` and
-            ``test``.
-        batch_size: training samples in a step, over all processes together.
-        draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
-        eval_batch_size: validation, test and prediction samples at a time, per process.
-        train_size: training images.
-        val_size: validation images.
-        test_size: test images.
+        data_dir: directory with ``cifar-10-python.tar.gz`` or with ``cifar-10-batches-py`` as torchvision keeps it; or
+            with the directories ``train`` and ``test``; or with ``cifar10_jpeg_train.tar.gz`` and
+            ``cifar10_jpeg_test.tar.gz``.
+        batch_size: training samples in a step, over all processes together; None takes 128.
+        draws: shuffled passes by ``"epoch"``, as for None, or ``"independent"`` draws.
+        train_size: training images; None takes 45,000.
+        val_size: validation images; None takes 5,000.
+        test_size: test images; None takes 10,000.
         grey: grey images instead of coloured ones.
         **options: ``download``, ``synthetic`` and further options of the loaders, see :class:`InMemoryDataModule`.
 
@@ -70,61 +74,66 @@ class CIFAR10DataModule(DownloadedDataModule):
     """
 
     title = "CIFAR-10"
-    files = f"{OFFICIAL_DIRECTORY}, or train/CLASS/*.jpg and test/CLASS/*.jpg,"
+    files = (
+        f"{OFFICIAL_ARCHIVE}, or {OFFICIAL_DIRECTORY}, or train/CLASS/*.jpg and test/CLASS/*.jpg, or "
+        "cifar10_jpeg_train.tar.gz and cifar10_jpeg_test.tar.gz,"
+    )
+    usual_sizes = (45_000, 5_000, 10_000)
 
     def __init__(
         self,
         data_dir: str = "data",
-        batch_size: int = 128,
-        draws: Literal["independent", "epoch"] = "epoch",
+        batch_size: int | None = None,
+        draws: Draws | None = None,
         *,
-        eval_batch_size: int = 500,
-        train_size: int = 45_000,
-        val_size: int = 5_000,
-        test_size: int = 10_000,
         grey: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(
-            data_dir, batch_size, draws, eval_batch_size=eval_batch_size,
-            train_size=train_size, val_size=val_size, test_size=test_size, **options,
-        )  # fmt: skip
+        super().__init__(data_dir, batch_size, draws, **options)
         self.grey = grey
 
     @property
-    def has_directories(self) -> bool:
-        # official files come first
+    def archive(self) -> Path:
+        """Path of the official archive, there or not."""
+        return Path(self.data_dir) / OFFICIAL_ARCHIVE
+
+    def source(self, part: str) -> Path:
+        """The directory in which the directory of a part stands, or else the archive of that part."""
         directory = Path(self.data_dir)
-        return (directory / "train").is_dir() and not (directory / OFFICIAL_DIRECTORY).is_dir()
+        return directory if (directory / part).is_dir() else directory / f"cifar10_jpeg_{part}.tar.gz"
+
+    @property
+    def has_own_files(self) -> bool:
+        official = (Path(self.data_dir) / OFFICIAL_DIRECTORY).is_dir() or self.archive.is_file()
+        return self.source("train").exists() and not official
 
     @property
     def has_files(self) -> bool:
         directory = Path(self.data_dir) / OFFICIAL_DIRECTORY
-        return self.has_directories or all((directory / file).is_file() for file in OFFICIAL_FILES)
+        return self.has_own_files or all((directory / file).is_file() for file in OFFICIAL_FILES)
 
-    def read(self, download: bool) -> tuple[LabelledImages, LabelledImages]:
-        if self.has_directories:
-            return read_directory(Path(self.data_dir) / "train"), read_directory(Path(self.data_dir) / "test")
+    def prepare_data(self) -> None:
+        if self.archive.is_file() and not self.synthetic and not self.has_files:
+            self.read_or_explain(download=False)  # unpacks it
+        super().prepare_data()
+
+    def read(self, download: bool) -> tuple[LabelledSamples, LabelledSamples]:
+        if self.has_own_files:
+            return read_images(self.source("train"), "train"), read_images(self.source("test"), "test")
         train = read_official(self.data_dir, train=True, download=download)
         return train, read_official(self.data_dir, train=False, download=download)
 
-    def make_synthetic(self) -> Splits:
-        sizes = list(self.sizes.values())
-        return self._splits(split_in_order(synthetic_color_images(sum(sizes), IMAGE_SIZE, seed=self.seed), sizes))
+    def make_synthetic(self, count: int) -> LabelledSamples:
+        return synthetic_color_images(count, IMAGE_SIZE, seed=self.seed)
 
-    def cut(self, official: tuple[LabelledImages, LabelledImages]) -> Splits:
-        return self._splits(list(choose_at_random(self.title, *official, self.sizes).values()))
-
-    def _splits(self, parts: list[LabelledImages]) -> Splits:
+    def make_datasets(self, parts: list[LabelledSamples]) -> list[BatchedTensorDataset]:
         if self.grey:
-            scaled = [as_grey(images) for images, _ in parts]
-            mean, std = mean_and_std(scaled[0])
-            inputs = [images.sub_(mean).div_(std) for images in scaled]
+            inputs = [as_grey(images) for images, _ in parts]
+            mean, std = mean_and_std(inputs[0])
+            inputs = [images.sub_(mean).div_(std) for images in inputs]
         else:
             inputs = [standardized(images) for images, _ in parts]
-        return Splits(
-            *(BatchedTensorDataset(images, labels) for images, (_, labels) in zip(inputs, parts, strict=True))
-        )
+        return [BatchedTensorDataset(images, labels) for images, (_, labels) in zip(inputs, parts, strict=True)]
 
 
 def standardized(images: Tensor) -> Tensor:
@@ -138,8 +147,10 @@ def as_grey(images: Tensor) -> Tensor:
     return images.float().mean(dim=1).div_(255).flatten(1)
 
 
-def read_official(data_dir: str, train: bool, download: bool) -> LabelledImages:
+def read_official(data_dir: str, train: bool, download: bool) -> LabelledSamples:
     """Read the files as torchvision keeps them, which compares their checksums before it unpickles them.
+
+    The official archive is unpacked if it is there and they are not, after its checksum has been compared.
 
     Returns:
         Images (n, 3, 32, 32), uint8; labels (n,), int64.
@@ -150,9 +161,13 @@ def read_official(data_dir: str, train: bool, download: bool) -> LabelledImages:
     """
     require_torchvision("CIFAR-10")
     from torchvision.datasets import CIFAR10
-    from torchvision.datasets.utils import check_integrity
+    from torchvision.datasets.utils import check_integrity, extract_archive
 
-    directory = Path(data_dir) / OFFICIAL_DIRECTORY
+    directory, archive = Path(data_dir) / OFFICIAL_DIRECTORY, Path(data_dir) / OFFICIAL_ARCHIVE
+    if archive.is_file() and not directory.is_dir():
+        if not check_integrity(str(archive), CIFAR10.tgz_md5):
+            raise DamagedFileError(archive, f"is not the official file, whose MD5 checksum is {CIFAR10.tgz_md5}")
+        extract_archive(str(archive), data_dir)
     try:
         part = CIFAR10(data_dir, train=train, download=download)
     except RuntimeError:
@@ -166,29 +181,28 @@ def read_official(data_dir: str, train: bool, download: bool) -> LabelledImages:
     return torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), labels
 
 
-def read_directory(directory: Path) -> LabelledImages:
-    """Read one directory of images for each class.
+def read_images(source: Path, part: str) -> LabelledSamples:
+    """Read the images of a part, ``"train"`` or ``"test"``: one directory for each class, or an archive of them.
 
     Returns:
-        Images (n, 3, 32, 32), uint8; labels (n,), int64.
+        Images (n, 3, 32, 32), uint8, in the order of classes and names of files; labels (n,), int64.
 
     Raises:
         ValueError: if the classes are not those of CIFAR-10.
         DamagedFileError: if an image cannot be read, or is not 32 x 32.
     """
     require_torchvision("CIFAR-10")
-    from torchvision.datasets import ImageFolder
+    pattern = rf"{part}/([^/]+)/([^/]+\.(?i:{FORMATS}))"
+    contents = read_files(source, f"{part}/*/*", pattern, "an image", MOST_BYTES)
+    found = {content.match.groups(): read_image(content) for content in contents}
+    classes = sorted({name for name, _ in found})
+    if tuple(classes) != CLASSES:
+        raise ValueError(f"{source} has in {part} the directories {', '.join(classes)}, not those of the ten classes")
+    names = sorted(found)
+    return torch.stack([found[name] for name in names]), torch.tensor([CLASSES.index(name) for name, _ in names])
 
-    part = ImageFolder(str(directory), loader=read_image)
-    if tuple(part.classes) != CLASSES:
-        raise ValueError(f"{directory} has the directories {', '.join(part.classes)}, not those of the ten classes")
-    images = torch.empty(len(part), 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.uint8)
-    for number, (image, _) in enumerate(part):
-        images[number] = image
-    return images, torch.tensor(part.targets)
 
-
-def read_image(path: str) -> Tensor:
+def read_image(content: Content) -> Tensor:
     """Read an image of 32 x 32 pixels: (3, 32, 32), uint8. The size is checked before the pixels are decoded.
 
     Raises:
@@ -197,14 +211,15 @@ def read_image(path: str) -> Tensor:
     from PIL import Image
     from torchvision.transforms.functional import pil_to_tensor
 
+    wanted = f"{IMAGE_SIZE} x {IMAGE_SIZE}"
     try:
-        with naming_file(Path(path)), Image.open(path) as image:
+        with naming_file(content.path, content.place), Image.open(BytesIO(content.data)) as image:
             if image.size != (IMAGE_SIZE, IMAGE_SIZE):
                 width, height = image.size
-                raise DamagedFileError(Path(path), f"is {width} x {height} pixels, not {IMAGE_SIZE} x {IMAGE_SIZE}")
+                raise DamagedFileError(content.path, f"{content.place}is {width} x {height} pixels, not {wanted}")
             return pil_to_tensor(image.convert("RGB"))
     except Image.DecompressionBombError as error:
-        raise DamagedFileError(Path(path), f"is not {IMAGE_SIZE} x {IMAGE_SIZE} pixels: {error}") from error
+        raise DamagedFileError(content.path, f"{content.place}is not {wanted} pixels: {error}") from error
 
 
 def synthetic_color_images(count: int, size: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -5,20 +5,19 @@ import math
 import struct
 from abc import abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from lightning_struct.data.curves import synthetic_digits
 from lightning_struct.data.files import DamagedFileError, check_values, naming_file, read_table, require_torchvision
+from lightning_struct.data.flat_images import as_float
 from lightning_struct.data.in_memory import (
+    BatchedTensorDataset,
     DownloadedDataModule,
-    LabelledImages,
+    LabelledSamples,
     Splits,
-    choose_at_random,
-    image_dataset,
     split_at_random,
-    split_in_order,
 )
 
 CLASSES = 10
@@ -32,13 +31,11 @@ class DigitsDataModule(DownloadedDataModule):
     names: ClassVar[tuple[str, ...]]
     """The files, training part first."""
 
-    @abstractmethod
-    def read_part(self, paths: list[Path], train: bool, download: bool) -> LabelledImages:
-        """The official training or test part from its files: images (n, pixels), uint8, and labels (n,), int64."""
+    usual_loaders = (300, "independent", 1000)
 
-    def choose(self, official_train: LabelledImages, official_test: LabelledImages) -> dict[str, LabelledImages]:
-        """The three sets, by name, from the two official parts."""
-        return choose_at_random(self.title, official_train, official_test, self.sizes)
+    @abstractmethod
+    def read_part(self, paths: list[Path], train: bool, download: bool) -> LabelledSamples:
+        """The official training or test part from its files: images (n, pixels), uint8, and labels (n,), int64."""
 
     @property
     def paths(self) -> list[Path]:
@@ -49,22 +46,17 @@ class DigitsDataModule(DownloadedDataModule):
     def has_files(self) -> bool:
         return all(path.is_file() for path in self.paths)
 
-    def read(self, download: bool) -> tuple[LabelledImages, LabelledImages]:
+    def read(self, download: bool) -> tuple[LabelledSamples, LabelledSamples]:
         half = len(self.names) // 2
         train = self.read_part(self.paths[:half], train=True, download=download)
         return train, self.read_part(self.paths[half:], train=False, download=download)
 
-    def make_synthetic(self) -> Splits:
-        figures = synthetic_digits(sum(self.sizes.values()), self.image_size, seed=self.seed)
-        parts = split_in_order(figures, list(self.sizes.values()))
-        return self._splits(dict(zip(self.sizes, parts, strict=True)))
+    def make_synthetic(self, count: int) -> LabelledSamples:
+        return synthetic_digits(count, self.image_size, seed=self.seed)
 
-    def cut(self, official: tuple[LabelledImages, LabelledImages]) -> Splits:
-        chosen = self.choose(*official)
-        return self._splits({key: (images.float() / 255, labels) for key, (images, labels) in chosen.items()})
-
-    def _splits(self, parts: dict[str, LabelledImages]) -> Splits:
-        return Splits(**{key: image_dataset(f"{self.title} ({key})", *part) for key, part in parts.items()})
+    def make_datasets(self, parts: list[LabelledSamples]) -> list[BatchedTensorDataset]:
+        named = zip(Splits._fields, parts, strict=True)
+        return [BatchedTensorDataset(as_float(f"{self.title} ({key})", part[0]), part[1]) for key, part in named]
 
 
 class MNISTDataModule(DigitsDataModule):
@@ -79,10 +71,10 @@ class MNISTDataModule(DigitsDataModule):
 
     Args:
         data_dir: directory with ``MNIST/raw`` as torchvision keeps it.
-        batch_size: training samples in a step, over all processes together.
-        train_size: training images.
-        val_size: validation images.
-        test_size: test images.
+        batch_size: training samples in a step, over all processes together; None takes 300.
+        train_size: training images; None takes 50,000.
+        val_size: validation images; None takes 10,000.
+        test_size: test images; None takes 10,000.
         **options: ``download``, ``synthetic`` and further options of the loaders, see :class:`InMemoryDataModule`.
 
     Raises:
@@ -103,20 +95,9 @@ class MNISTDataModule(DigitsDataModule):
         f"MNIST/raw/{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
     )
     files = ", ".join(names)
+    usual_sizes = (50_000, 10_000, 10_000)
 
-    def __init__(
-        self,
-        data_dir: str = "data",
-        batch_size: int = 300,
-        *,
-        train_size: int = 50_000,
-        val_size: int = 10_000,
-        test_size: int = 10_000,
-        **options: Any,
-    ) -> None:
-        super().__init__(data_dir, batch_size, train_size=train_size, val_size=val_size, test_size=test_size, **options)
-
-    def read_part(self, paths: list[Path], train: bool, download: bool) -> LabelledImages:
+    def read_part(self, paths: list[Path], train: bool, download: bool) -> LabelledSamples:
         require_torchvision(self.title)
         from torchvision.datasets import MNIST
 
@@ -143,10 +124,10 @@ class USPSDataModule(DigitsDataModule):
 
     Args:
         data_dir: directory with ``usps.bz2`` and ``usps.t.bz2``.
-        batch_size: training samples in a step, over all processes together.
-        train_size: training images.
-        val_size: validation images.
-        test_size: test images.
+        batch_size: training samples in a step, over all processes together; None takes 200.
+        train_size: training images; None takes 6,800.
+        val_size: validation images; None takes 1,000.
+        test_size: test images; None takes 1,498.
         **options: ``download``, ``synthetic`` and further options of the loaders, see :class:`InMemoryDataModule`.
 
     Raises:
@@ -165,20 +146,10 @@ class USPSDataModule(DigitsDataModule):
     image_size = 16
     names = ("usps.bz2", "usps.t.bz2")
     files = ", ".join(names)
+    usual_sizes = (6_800, 1_000, 1_498)
+    usual_loaders = (200, "independent", 1000)
 
-    def __init__(
-        self,
-        data_dir: str = "data",
-        batch_size: int = 200,
-        *,
-        train_size: int = 6_800,
-        val_size: int = 1_000,
-        test_size: int = 1_498,
-        **options: Any,
-    ) -> None:
-        super().__init__(data_dir, batch_size, train_size=train_size, val_size=val_size, test_size=test_size, **options)
-
-    def read_part(self, paths: list[Path], train: bool, download: bool) -> LabelledImages:
+    def read_part(self, paths: list[Path], train: bool, download: bool) -> LabelledSamples:
         (path,) = paths
         if not path.is_file():
             require_torchvision(self.title)
@@ -194,11 +165,11 @@ class USPSDataModule(DigitsDataModule):
         check_values(path, "label", labels, 0, CLASSES - 1, lines)
         return ((images + 1) / 2 * 255).clamp_(0, 255).to(torch.uint8), labels.long()  # truncated, as by torchvision
 
-    def choose(self, official_train: LabelledImages, official_test: LabelledImages) -> dict[str, LabelledImages]:
-        images, labels = (torch.cat(both) for both in zip(official_train, official_test, strict=True))
+    def cut(self, official: tuple[LabelledSamples, LabelledSamples]) -> list[LabelledSamples]:
+        images, labels = (torch.cat(both) for both in zip(*official, strict=True))
         sizes = {f"{key}_size": self.sizes[key] for key in ("train", "test", "val")}
         train, test, val = split_at_random(len(images), sizes, of=self.title)
-        return {key: (images[part], labels[part]) for key, part in (("train", train), ("val", val), ("test", test))}
+        return [(images[part], labels[part]) for part in (train, val, test)]
 
 
 def check_idx_file(path: Path, sample_shape: tuple[int, ...]) -> None:

@@ -1,13 +1,14 @@
 """Reading data sets from files: checks of what a file holds, and one clear error when a data set cannot be had."""
 
 import lzma
+import re
 import struct
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TypeVar
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -43,18 +44,81 @@ class DamagedFileError(ValueError):
 
 
 @contextmanager
-def naming_file(path: Path) -> Iterator[None]:
-    """Turn what reading an existing file raises about its content into a :class:`DamagedFileError` that names it."""
+def naming_file(path: Path, place: str = "") -> Iterator[None]:
+    """Turn what reading an existing file raises about its content into a :class:`DamagedFileError` that names it.
+
+    Args:
+        path: the file.
+        place: begins the problem of a member of an archive, and names it.
+    """
     try:
         yield
     except (DamagedFileError, FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError):
         raise
     except UnicodeDecodeError as error:
         raise DamagedFileError(
-            path, f"is not UTF-8, to which a text in another encoding is to be converted ({error})"
+            path, f"{place}is not UTF-8, to which a text in another encoding is to be converted ({error})"
         ) from error
     except READING_ERRORS as error:
-        raise DamagedFileError(path, f"cannot be read ({type(error).__name__}: {error})") from error
+        raise DamagedFileError(path, f"{place}cannot be read ({type(error).__name__}: {error})") from error
+
+
+class Content(NamedTuple):
+    """A file that was read, of a directory or of an archive.
+
+    Attributes:
+        match: that of its path.
+        data: its bytes.
+        path: the file itself, or the archive.
+        place: begins a sentence about what is wrong with a member of an archive; empty for a file.
+    """
+
+    match: re.Match[str]
+    data: bytes
+    path: Path
+    place: str
+
+
+def read_files(source: Path, files: str, pattern: str, kind: str, most_bytes: int) -> Iterator[Content]:
+    """Read the files of a directory, or of a tar archive of it from its beginning to its end.
+
+    Args:
+        source: the directory or the archive.
+        files: pattern of the paths in a directory, as of ``Path.glob``.
+        pattern: regular expression of the whole path of a file; others are passed over.
+        kind: noun for the files, with its article, for errors.
+        most_bytes: a file of more is refused before it is read.
+
+    Raises:
+        DamagedFileError: if the archive is not whole or has a path that leads out of it; if a file is no ordinary one,
+            or too large.
+    """
+    expression = re.compile(pattern)
+    if source.is_dir():
+        for path in source.glob(files):
+            if match := expression.fullmatch(path.relative_to(source).as_posix()):
+                if not path.is_file():
+                    raise DamagedFileError(path, "is no ordinary file, but a directory or a link to nothing")
+                _check_size(path, path.stat().st_size, kind, most_bytes)
+                with naming_file(path):
+                    yield Content(match, path.read_bytes(), path, "")
+        return
+    with naming_file(source), tarfile.open(source) as members:
+        for member in members:
+            name = PurePosixPath(member.name)
+            if name.is_absolute() or ".." in name.parts:
+                raise DamagedFileError(source, f"has the path {member.name}, which leads out of it")
+            if match := expression.fullmatch(str(name)):
+                opened = members.extractfile(member) if member.isfile() else None
+                if opened is None:
+                    raise DamagedFileError(source, f"has {name} as a link or directory, not as an ordinary file")
+                _check_size(source, member.size, kind, most_bytes, f" in {name}")
+                yield Content(match, opened.read(), source, f"has {name}, which ")
+
+
+def _check_size(path: Path, size: int, kind: str, most: int, place: str = "") -> None:
+    if size > most:
+        raise DamagedFileError(path, f"has {size:,} bytes{place}; {kind} has at most {most:,}")
 
 
 def check_values(

@@ -12,7 +12,7 @@ from lightning_struct.data.files import read_or_explain
 from lightning_struct.data.in_memory import (
     BatchedTensorDataset,
     InMemoryDataModule,
-    LabelledImages,
+    LabelledSamples,
     Splits,
     check_pixels,
     split_at_random,
@@ -74,17 +74,17 @@ class FlatImagesDataModule(InMemoryDataModule):
         self.val_fraction, self.train_fraction = val_fraction, train_fraction
 
     @abstractmethod
-    def read(self) -> tuple[LabelledImages, LabelledImages]:
+    def read(self) -> tuple[LabelledSamples, LabelledSamples]:
         """Training and test part of the official files: images (n, pixels), uint8 or float32 in [0, 1], and labels.
 
         Labels are (n,), int64.
         """
 
     @abstractmethod
-    def make(self) -> tuple[LabelledImages, LabelledImages]:
+    def make(self) -> tuple[LabelledSamples, LabelledSamples]:
         """Training and test part that are made, likewise, by ``seed`` if ``synthetic``, else always the same."""
 
-    def load_parts(self) -> tuple[LabelledImages, LabelledImages]:
+    def load_parts(self) -> tuple[LabelledSamples, LabelledSamples]:
         """Training and test part, read or made.
 
         Raises:

@@ -1,23 +1,21 @@
 """IMDB: film reviews as numbered words, and whether they praise."""
 
-import re
-import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_struct.data.files import (
     SYNTHETIC_REMEDY,
-    DamagedFileError,
     check_vocabulary,
     naming_file,
+    read_files,
     require_torchvision,
 )
-from lightning_struct.data.in_memory import BatchedTensorDataset, DownloadedDataModule, Splits, official_parts
+from lightning_struct.data.in_memory import DownloadedDataModule, Draws, LabelledSamples, official_parts
 from lightning_struct.utilities.checks import check_counts, install_command, require
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
@@ -25,7 +23,7 @@ DIRECTORY = "aclImdb"
 ARCHIVE = "aclImdb_v1.tar.gz"
 URL = f"https://ai.stanford.edu/~amaas/data/sentiment/{ARCHIVE}"
 MD5 = "7c2ac02c03563afcf9b574c7e56c153a"
-CLASSES = ("neg", "pos")
+PARTS, CLASSES = ("train", "test"), ("neg", "pos")
 SPECIAL_WORDS = ("<pad>", "<unk>")
 PADDING, UNKNOWN = 0, 1
 FEWEST_WORDS = 10
@@ -62,12 +60,11 @@ class IMDBDataModule(DownloadedDataModule):
     Args:
         data_dir: directory with ``aclImdb``, or with the archive of it: ``aclImdb_v1.tar.gz``, else the first of
             ``aclImdb*.tar.gz``.
-        batch_size: training samples in a step, over all processes together.
-        draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
-        eval_batch_size: validation, test and prediction samples at a time, per process.
-        train_size: training reviews.
-        val_size: validation reviews.
-        test_size: test reviews.
+        batch_size: training samples in a step, over all processes together; None takes 128.
+        draws: shuffled passes by ``"epoch"``, as for None, or ``"independent"`` draws.
+        train_size: training reviews; None takes 20,000.
+        val_size: validation reviews; None takes 5,000.
+        test_size: test reviews; None takes 25,000.
         vocabulary_size: number of words at most, 0 and 1 included.
         max_length: words of a sample.
         **options: ``download`` (84 MB; not if there is an archive), ``synthetic``, which does not need torchtext, and
@@ -92,31 +89,26 @@ class IMDBDataModule(DownloadedDataModule):
     title = "IMDB"
     files = f"{DIRECTORY}/{{train,test}}/{{neg,pos}}/*.txt or {ARCHIVE}"
 
+    usual_sizes = (20_000, 5_000, 25_000)
+
     def __init__(
         self,
         data_dir: str = "data",
-        batch_size: int = 128,
-        draws: Literal["independent", "epoch"] = "epoch",
+        batch_size: int | None = None,
+        draws: Draws | None = None,
         *,
-        eval_batch_size: int = 500,
-        train_size: int = 20_000,
-        val_size: int = 5_000,
-        test_size: int = 25_000,
         vocabulary_size: int = 20_000,
         max_length: int = 200,
         **options: Any,
     ) -> None:
-        super().__init__(
-            data_dir, batch_size, draws, eval_batch_size=eval_batch_size,
-            train_size=train_size, val_size=val_size, test_size=test_size, **options,
-        )  # fmt: skip
+        super().__init__(data_dir, batch_size, draws, **options)
         check_counts(max_length=max_length)
         check_counts(FEWEST_WORDS, vocabulary_size=vocabulary_size)
         self.vocabulary_size, self.max_length = vocabulary_size, max_length
         self.vocabulary: list[str] = []
 
     @property
-    def has_directories(self) -> bool:
+    def has_own_files(self) -> bool:
         return (Path(self.data_dir) / DIRECTORY).is_dir()
 
     @property
@@ -134,23 +126,21 @@ class IMDBDataModule(DownloadedDataModule):
             (Path(self.data_dir) / unfinished).rename(Path(self.data_dir) / ARCHIVE)
         return read_reviews(self.data_dir)
 
-    def make_synthetic(self) -> Splits:
-        sizes = tuple(self.sizes.values())
-        words, labels = synthetic_reviews(sum(sizes), self.max_length, self.vocabulary_size, seed=self.seed)
+    def make_synthetic(self, count: int) -> LabelledSamples:
         self.vocabulary = [*SPECIAL_WORDS, *(f"word{n}" for n in range(len(SPECIAL_WORDS), self.vocabulary_size))]
-        return Splits(*map(BatchedTensorDataset, words.split(sizes), labels.split(sizes)))
+        return synthetic_reviews(count, self.max_length, self.vocabulary_size, seed=self.seed)
 
-    def cut(self, official: dict[str, Reviews]) -> Splits:
+    def cut(self, official: dict[str, Reviews]) -> list[LabelledSamples]:
         split, make_vocabulary = import_torchtext()
         available, available_test = (len(official[part].texts) for part in ("train", "test"))
         train, val, test = official_parts("IMDB", available, available_test, self.sizes)
         chosen = [(official["train"], train), (official["train"], val), (official["test"], test)]
         texts = [[split(reviews.texts[number]) for number in numbers.tolist()] for reviews, numbers in chosen]
-        praised = [torch.tensor(reviews.labels)[numbers] for reviews, numbers in chosen]
         self.vocabulary = make_vocabulary(Counter(word for text in texts[0] for word in text), self.vocabulary_size)
         number_of = {word: number for number, word in enumerate(self.vocabulary)}
         encoded = (encode(part, number_of, self.max_length) for part in texts)
-        return Splits(*map(BatchedTensorDataset, encoded, praised))
+        praised = (torch.tensor(reviews.labels)[numbers] for reviews, numbers in chosen)
+        return list(zip(encoded, praised, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         return {"vocabulary": self.vocabulary}
@@ -214,55 +204,20 @@ def read_reviews(data_dir: str) -> dict[str, Reviews]:
     path = find_files(data_dir)
     if path is None:
         raise FileNotFoundError(f"neither {DIRECTORY} nor {DIRECTORY}*.tar.gz is there")
-    kinds = [(part, name) for part in ("train", "test") for name in CLASSES]
-    found: dict[tuple[str, str], dict[str, str]] = {kind: {} for kind in kinds}
-    for part, name, file, text in _files(path, kinds) if path.is_dir() else _members(path):
-        found[part, name][file] = text
+    found: dict[tuple[str, str], dict[str, str]] = {(part, name): {} for part in PARTS for name in CLASSES}
+    source = path.parent if path.is_dir() else path
+    pattern = rf"{DIRECTORY}/({'|'.join(PARTS)})/({'|'.join(CLASSES)})/([^/]+\.txt)"
+    for content in read_files(source, f"{DIRECTORY}/*/*/*.txt", pattern, "a review", MOST_BYTES):
+        part, name, file = content.match.groups()
+        with naming_file(content.path, content.place):
+            found[part, name][file] = content.data.decode("utf-8")
+    reviews = {part: Reviews([], []) for part in PARTS}
     for (part, name), texts in found.items():
         if not texts:
             raise FileNotFoundError(f"{path} has no reviews in {part}/{name}")
-    reviews = {part: Reviews([], []) for part in ("train", "test")}
-    for (part, name), texts in found.items():
         reviews[part].texts.extend(text for _, text in sorted(texts.items()))
         reviews[part].labels.extend([CLASSES.index(name)] * len(texts))
     return reviews
-
-
-def _files(directory: Path, kinds: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, str, str]]:
-    """Set, class, name and text of each review in a directory."""
-    for part, name in kinds:
-        for path in (directory / part / name).glob("*.txt"):
-            if not path.is_file():
-                raise DamagedFileError(path, "is no ordinary file, but a directory or a link to nothing")
-            _check_size(path, path.stat().st_size)
-            with naming_file(path):
-                yield part, name, path.name, path.read_text(encoding="utf-8")
-
-
-def _members(archive: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Set, class, name and text of each review in an archive, read once from its beginning to its end."""
-    review = re.compile(rf"(?:\./)?{DIRECTORY}/(train|test)/({'|'.join(CLASSES)})/([^/]+\.txt)")
-    with naming_file(archive), tarfile.open(archive) as members:
-        for member in members:
-            match, place = review.fullmatch(member.name), PurePosixPath(member.name)
-            if place.is_absolute() or ".." in place.parts:
-                raise DamagedFileError(archive, f"has the path {member.name}, which leads out of it")
-            if match is None:
-                continue
-            content = members.extractfile(member) if member.isfile() else None
-            if content is None:
-                raise DamagedFileError(archive, f"has {member.name} as a link or directory, not as an ordinary file")
-            _check_size(archive, member.size, f" in {member.name}")
-            try:
-                yield match[1], match[2], match[3], content.read().decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise DamagedFileError(archive, f"has {member.name}, which is not UTF-8: {error}") from error
-
-
-def _check_size(path: Path, size: int, place: str = "") -> None:
-    """Raise ``DamagedFileError`` for a review of more bytes than any has, before they are read into memory."""
-    if size > MOST_BYTES:
-        raise DamagedFileError(path, f"has {size:,} bytes{place}; a review has at most {MOST_BYTES:,}")
 
 
 def synthetic_reviews(count: int, length: int, vocabulary_size: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,8 @@ from lightning_struct.utilities.distributed import data_parallel_replicas
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
 Batch = tuple[Tensor, ...]
-LabelledImages = tuple[Tensor, Tensor]  # images (n, ...), uint8 or floating dtype, and their labels (n,), int64
+LabelledSamples = tuple[Tensor, Tensor]  # samples (n, ...), as images of uint8 or a floating dtype; labels (n,), int64
+Draws = Literal["independent", "epoch"]
 
 
 class BatchedTensorDataset(TensorDataset):
@@ -128,7 +129,7 @@ class InMemoryDataModule(EvaluatedDataModule):
     def __init__(
         self,
         batch_size: int,
-        draws: Literal["independent", "epoch"] = "independent",
+        draws: Draws = "independent",
         draws_per_epoch: int = 10,
         eval_batch_size: int = 1000,
         seed: int = 0,
@@ -188,12 +189,12 @@ class DownloadedDataModule(InMemoryDataModule):
 
     Args:
         data_dir: directory with the files.
-        batch_size: training samples in a step, over all processes together.
-        draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
-        eval_batch_size: validation, test and prediction samples at a time, per process.
-        train_size: training samples.
-        val_size: validation samples.
-        test_size: test samples.
+        batch_size: training samples in a step, over all processes together; None takes that of the data set.
+        draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws; None takes what is usual for the data set.
+        eval_batch_size: validation, test and prediction samples at a time, per process; None likewise.
+        train_size: training samples; None takes the size that the data set is described with.
+        val_size: validation samples; None likewise.
+        test_size: test samples; None likewise.
         download: whether missing files may be downloaded.
         synthetic: procedurally made samples of the same shapes instead of the files; nothing is read or downloaded.
         **loader: further options of the loaders, see :class:`InMemoryDataModule`.
@@ -206,30 +207,35 @@ class DownloadedDataModule(InMemoryDataModule):
     """Name of the data set in messages."""
     files: ClassVar[str]
     """The contents that ``data_dir`` must have, for errors."""
+    usual_sizes: ClassVar[tuple[int, int, int]]
+    """Samples of training, validation and test."""
+    usual_loaders: ClassVar[tuple[int, Draws, int]] = (128, "epoch", 500)
+    """``batch_size``, ``draws`` and ``eval_batch_size``."""
 
     def __init__(
         self,
-        data_dir: str,
-        batch_size: int,
-        draws: Literal["independent", "epoch"] = "independent",
+        data_dir: str = "data",
+        batch_size: int | None = None,
+        draws: Draws | None = None,
         *,
-        eval_batch_size: int = 1000,
-        train_size: int,
-        val_size: int,
-        test_size: int,
+        eval_batch_size: int | None = None,
+        train_size: int | None = None,
+        val_size: int | None = None,
+        test_size: int | None = None,
         download: bool = True,
         synthetic: bool = False,
         **loader: Any,
     ) -> None:
-        super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
-        check_counts(train_size=train_size, val_size=val_size, test_size=test_size)
+        super().__init__(*_given_or((batch_size, draws, eval_batch_size), self.usual_loaders), **loader)
+        given = _given_or((train_size, val_size, test_size), self.usual_sizes)
+        self.sizes = dict(zip(Splits._fields, given, strict=True))
+        check_counts(**{f"{part}_size": size for part, size in self.sizes.items()})
         self.data_dir = str(Path(data_dir).expanduser())
-        self.sizes = {"train": train_size, "val": val_size, "test": test_size}
         self.download, self.synthetic = download, synthetic
 
     @property
-    def has_directories(self) -> bool:
-        """Whether the samples are in directories that nobody can download: files in them are never to be deleted."""
+    def has_own_files(self) -> bool:
+        """Whether the samples are in files that nobody can download: none of them is ever to be deleted."""
         return False
 
     @property
@@ -242,22 +248,30 @@ class DownloadedDataModule(InMemoryDataModule):
         """The official training and test part, from files that are downloaded if that is allowed."""
 
     @abstractmethod
-    def make_synthetic(self) -> Splits:
-        """The three sets, made procedurally from ``seed``."""
+    def make_synthetic(self, count: int) -> LabelledSamples:
+        """Samples that are made procedurally from ``seed``, and their labels."""
 
-    @abstractmethod
-    def cut(self, official: Any) -> Splits:
-        """The three sets from the two official parts."""
+    def cut(self, official: Any) -> list[LabelledSamples]:
+        """Training, validation and test samples from the two official parts."""
+        train, test = official
+        numbers = official_parts(self.title, len(train[1]), len(test[1]), self.sizes)
+        chosen = zip((train, train, test), numbers, strict=True)
+        return [(samples[rows], labels[rows]) for (samples, labels), rows in chosen]
+
+    def make_datasets(self, parts: list[LabelledSamples]) -> list[BatchedTensorDataset]:
+        """The training, validation and test set of these samples."""
+        return [BatchedTensorDataset(*part) for part in parts]
 
     def prepare_data(self) -> None:
         if self.download and not self.synthetic and not self.has_files:
             self.read_or_explain(download=True)
 
     def load_splits(self) -> Splits:
-        if self.synthetic:
-            rank_zero_info(f"{self.title}: procedurally made samples of the same shapes stand in for the real ones.")
-            return self.make_synthetic()
-        return self.cut(self.read_or_explain(download=False))
+        if not self.synthetic:
+            return Splits(*self.make_datasets(self.cut(self.read_or_explain(download=False))))
+        rank_zero_info(f"{self.title}: procedurally made samples of the same shapes stand in for the real ones.")
+        sizes = list(self.sizes.values())
+        return Splits(*self.make_datasets(split_in_order(self.make_synthetic(sum(sizes)), sizes)))
 
     def read_or_explain(self, download: bool) -> Any:
         """Both official parts, or the error that names the remedies."""
@@ -266,34 +280,20 @@ class DownloadedDataModule(InMemoryDataModule):
             lambda: self.read(download),
             data_dir=self.data_dir,
             files=self.files,
-            download=None if self.has_directories else download,
+            download=None if self.has_own_files else download,
             prepares=self.download,
         )
 
 
-def split_in_order(samples: LabelledImages, sizes: Sequence[int]) -> list[LabelledImages]:
-    """Consecutive parts of images and labels, of sizes that sum to the number of samples."""
-    images, labels = (tensor.split(list(sizes)) for tensor in samples)
-    return list(zip(images, labels, strict=True))
+def _given_or(given: Sequence[Any], usual: Sequence[Any]) -> list[Any]:
+    """The values that are given, and the usual ones in place of None."""
+    return [default if value is None else value for value, default in zip(given, usual, strict=True)]
 
 
-def choose_at_random(
-    title: str, official_train: LabelledImages, official_test: LabelledImages, sizes: Mapping[str, int]
-) -> dict[str, LabelledImages]:
-    """Training and validation images from the official training set, and test images from the other one.
-
-    Args:
-        title: names the data set in errors.
-        official_train: images and labels.
-        official_test: likewise.
-        sizes: of ``"train"``, ``"val"`` and ``"test"``, the names of the parts.
-
-    Raises:
-        MisconfigurationException: as of :func:`split_at_random`.
-    """
-    train, val, test = official_parts(title, len(official_train[0]), len(official_test[0]), sizes)
-    chosen = {"train": (official_train, train), "val": (official_train, val), "test": (official_test, test)}
-    return {part: (images[rows], labels[rows]) for part, ((images, labels), rows) in chosen.items()}
+def split_in_order(samples: LabelledSamples, sizes: Sequence[int]) -> list[LabelledSamples]:
+    """Consecutive parts of samples and labels, of sizes that sum to the number of samples."""
+    inputs, labels = (tensor.split(list(sizes)) for tensor in samples)
+    return list(zip(inputs, labels, strict=True))
 
 
 def official_parts(title: str, train_count: int, test_count: int, sizes: Mapping[str, int]) -> list[Tensor]:

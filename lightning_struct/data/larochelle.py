@@ -12,7 +12,7 @@ from lightning_struct.data.amat import read_amat
 from lightning_struct.data.curves import synthetic_digits
 from lightning_struct.data.digits import MNISTDataModule
 from lightning_struct.data.flat_images import FlatImagesDataModule
-from lightning_struct.data.in_memory import LabelledImages, split_at_random, split_in_order
+from lightning_struct.data.in_memory import LabelledSamples, split_at_random, split_in_order
 from lightning_struct.utilities.checks import check
 
 SITE = "https://sites.google.com/a/lisa.iro.umontreal.ca/public_static_twiki"
@@ -103,7 +103,7 @@ class MNISTVariantDataModule(FlatImagesDataModule):
         if self.generate and not self.synthetic:
             self.digits.prepare_data()
 
-    def make(self) -> tuple[LabelledImages, LabelledImages]:
+    def make(self) -> tuple[LabelledSamples, LabelledSamples]:
         sizes = (self.train_size, self.test_size)
         if self.synthetic:  # figures stand in for the digits
             images, labels = synthetic_digits(sum(sizes), SIZE, seed=self.seed)
@@ -117,7 +117,7 @@ class MNISTVariantDataModule(FlatImagesDataModule):
         train, test = split_in_order((varied, labels), sizes)
         return train, test
 
-    def read(self) -> tuple[LabelledImages, LabelledImages]:
+    def read(self) -> tuple[LabelledSamples, LabelledSamples]:
         parts = [read_amat(Path(self.data_dir) / file, SIZE * SIZE, CLASSES) for file in FILES[self.variant]]
         if self.variant != "noise":
             return parts[0], parts[1]
@@ -263,12 +263,12 @@ class RectanglesDataModule(FlatImagesDataModule):
     ) -> None:
         super().__init__(data_dir, train_size, test_size, **options)
 
-    def make(self) -> tuple[LabelledImages, LabelledImages]:
+    def make(self) -> tuple[LabelledSamples, LabelledSamples]:
         sizes = (self.train_size, self.test_size)
         train, test = split_in_order(generate_rectangles(sum(sizes), seed=self.seed if self.synthetic else 0), sizes)
         return train, test
 
-    def read(self) -> tuple[LabelledImages, LabelledImages]:
+    def read(self) -> tuple[LabelledSamples, LabelledSamples]:
         train, test = (read_amat(Path(self.data_dir) / file, SIZE * SIZE, 2) for file in RECTANGLE_FILES)
         return train, test
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_struct.data.files import DamagedFileError, check_values, naming_file
 from lightning_struct.data.flat_images import FlatImagesDataModule
-from lightning_struct.data.in_memory import LabelledImages
+from lightning_struct.data.in_memory import LabelledSamples
 from lightning_struct.data.larochelle import picture_patches
 
 SIZE = 32
@@ -130,21 +130,21 @@ class NORBDataModule(FlatImagesDataModule):
         sizes = (sizes[0] if train_size is None else train_size, sizes[1] if test_size is None else test_size)
         super().__init__(data_dir, *sizes, **options)
 
-    def make(self) -> tuple[LabelledImages, LabelledImages]:
+    def make(self) -> tuple[LabelledSamples, LabelledSamples]:
         generator = torch.Generator().manual_seed(self.seed if self.synthetic else 0)
         train = make_toys(self.train_size, SIZE, instances=TRAIN_INSTANCES, generator=generator)
         return train, make_toys(self.test_size, SIZE, instances=TEST_INSTANCES, generator=generator)
 
-    def read(self) -> tuple[LabelledImages, LabelledImages]:
+    def read(self) -> tuple[LabelledSamples, LabelledSamples]:
         return self._read(TRAIN_STEMS), self._read(TEST_STEMS)
 
-    def _read(self, stems: Sequence[str]) -> LabelledImages:
+    def _read(self, stems: Sequence[str]) -> LabelledSamples:
         parts = [read_left_images(Path(self.data_dir), stem) for stem in stems]
         images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return images, labels
 
 
-def read_left_images(directory: Path, stem: str) -> LabelledImages:
+def read_left_images(directory: Path, stem: str) -> LabelledSamples:
     """Read one pair of files of NORB.
 
     Returns:

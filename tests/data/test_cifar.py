@@ -1,5 +1,6 @@
 import hashlib
 import pickle
+import tarfile
 import zlib
 
 import numpy as np
@@ -7,11 +8,13 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from PIL import Image
+from torchvision.datasets import CIFAR10
 
 from lightning_struct.data import CIFAR10DataModule
 from lightning_struct.data.cifar import CHANNEL_MEAN, CHANNEL_STD, CLASSES, as_grey, synthetic_color_images
 from tests.data.official import prepared
 
+ARCHIVE = "cifar-10-python.tar.gz"
 SIZES = {"train_size": 15, "val_size": 10, "test_size": 8}
 
 
@@ -21,8 +24,6 @@ def color_of(number):
 
 def write_official(directory, monkeypatch, train=25, test=8, label=None):
     """Images whose first pixel has the colour of their number, in the official layout, with checksums to match."""
-    from torchvision.datasets import CIFAR10
-
     folder = directory / "cifar-10-batches-py"
     folder.mkdir()
 
@@ -67,13 +68,27 @@ def colors(split):
     return (255 * (images * torch.tensor(CHANNEL_STD) + torch.tensor(CHANNEL_MEAN))).round().int()
 
 
-@pytest.fixture(params=["official", "directories"])
+def pack(directory, name, *contents):
+    """An archive in place of what it has."""
+    with tarfile.open(directory / name, "w:gz") as archive:
+        for content in contents:
+            archive.add(directory / content, content)
+            (directory / content).rename(directory / f"packed_{content}")
+
+
+@pytest.fixture(params=["official", "official archive", "directories", "archives"])
 def layout(request, tmp_path, monkeypatch):
-    """Directory with images in one of the two layouts."""
-    if request.param == "official":
+    """Directory with images in one of the layouts."""
+    if request.param.startswith("official"):
         write_official(tmp_path, monkeypatch)
+        if request.param == "official archive":
+            pack(tmp_path, ARCHIVE, "cifar-10-batches-py")
+            monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5((tmp_path / ARCHIVE).read_bytes()).hexdigest())
     else:
         write_directories(tmp_path)
+        if request.param == "archives":
+            for part in ("train", "test"):
+                pack(tmp_path, f"cifar10_jpeg_{part}.tar.gz", part)
     return tmp_path
 
 
@@ -148,6 +163,24 @@ def test_damaged_official_file_is_named(tmp_path, monkeypatch):
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(MisconfigurationException, match="data_batch_3 is not the official file(.|\n)*delete"):
         prepared(CIFAR10DataModule(str(tmp_path), download=True, **SIZES))
+
+
+def test_archive_that_is_not_the_official_one_is_named_and_not_unpacked(tmp_path, monkeypatch, no_network):
+    write_official(tmp_path, monkeypatch)
+    pack(tmp_path, ARCHIVE, "cifar-10-batches-py")
+    with pytest.raises(MisconfigurationException, match=f"{ARCHIVE} is not the official file(.|\n)*delete"):
+        prepared(CIFAR10DataModule(str(tmp_path), download=True, **SIZES))
+    assert not (tmp_path / "cifar-10-batches-py").exists()
+
+
+def test_damaged_image_of_an_archive_is_named(tmp_path):
+    write_directories(tmp_path)
+    path = tmp_path / "train" / "bird" / "2.png"
+    path.write_bytes(path.read_bytes()[:60])
+    for part in ("train", "test"):
+        pack(tmp_path, f"cifar10_jpeg_{part}.tar.gz", part)
+    with pytest.raises(MisconfigurationException, match="jpeg_train.tar.gz has train/bird/2.png, which cannot be read"):
+        prepared(CIFAR10DataModule(str(tmp_path), download=False, **SIZES))
 
 
 def test_labels_out_of_range_are_refused(tmp_path, monkeypatch):

@@ -57,18 +57,14 @@ import harness
 import structured_language
 import style
 from harness import Run
-from lightning_struct.data import (
-    CIFAR10DataModule,
-    InMemoryDataModule,
-    MNISTVariantDataModule,
-    NORBDataModule,
-    RectanglesDataModule,
-)
+from lightning_struct.data import CIFAR10DataModule, InMemoryDataModule, MNISTVariantDataModule
 from lightning_struct.data.in_memory import BatchedTensorDataset, Splits, keep_batch
 from lightning_struct.models import Classifier, lenet, single_hidden_layer
 from lightning_struct.models.structured import LayerOfSizes
 from lightning_struct.nn import PrunedLinear, reduced_hidden_units
+from norb import NORBDataModule
 from paper_tables import DATA, Way, paper_accuracy
+from rectangles import RectanglesDataModule
 from structured_classes import BUDGETED, CLASSES, LABELS, RANKED, UNRANKED, BestWeights, finished, title, ways_in
 
 DEFAULT_CLASSES = tuple(name for name in CLASSES if name not in ("cauchy_like", *BUDGETED))

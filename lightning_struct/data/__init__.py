@@ -7,8 +7,7 @@ from lightning_struct.data.digits import MNISTDataModule, USPSDataModule
 from lightning_struct.data.equations import Box, Burgers, DifferentialEquation, Faces, Heat, Poisson, Region
 from lightning_struct.data.imdb import IMDBDataModule
 from lightning_struct.data.in_memory import BatchedTensorDataset, InMemoryDataModule
-from lightning_struct.data.larochelle import MNISTVariantDataModule, RectanglesDataModule
-from lightning_struct.data.norb import NORBDataModule
+from lightning_struct.data.larochelle import MNISTVariantDataModule
 from lightning_struct.data.points import PointDraws, PointsDataModule
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws, keep_batch
 from lightning_struct.data.text_corpus import TextCorpusDataModule
@@ -16,6 +15,6 @@ from lightning_struct.data.text_corpus import TextCorpusDataModule
 __all__ = [
     "BatchedTensorDataset", "Box", "Burgers", "CIFAR10DataModule", "CharactersDataModule", "CurvesDataModule",
     "DifferentialEquation", "DrawLoader", "Faces", "Heat", "IMDBDataModule", "InMemoryDataModule", "IndependentDraws",
-    "MNISTDataModule", "MNISTVariantDataModule", "NORBDataModule", "PointDraws", "PointsDataModule", "Poisson",
-    "RectanglesDataModule", "Region", "TextCorpusDataModule", "USPSDataModule", "keep_batch",
+    "MNISTDataModule", "MNISTVariantDataModule", "PointDraws", "PointsDataModule", "Poisson",
+    "Region", "TextCorpusDataModule", "USPSDataModule", "keep_batch",
 ]  # fmt: skip

@@ -226,7 +226,8 @@ class DownloadedDataModule(InMemoryDataModule):
         synthetic: bool = False,
         **loader: Any,
     ) -> None:
-        super().__init__(*_given_or((batch_size, draws, eval_batch_size), self.usual_loaders), **loader)
+        batch_size, draws, eval_batch_size = _given_or((batch_size, draws, eval_batch_size), self.usual_loaders)
+        super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
         given = _given_or((train_size, val_size, test_size), self.usual_sizes)
         self.sizes = dict(zip(Splits._fields, given, strict=True))
         check_counts(**{f"{part}_size": size for part, size in self.sizes.items()})

@@ -4,6 +4,8 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from benchmarks.norb import NORBDataModule
+from benchmarks.rectangles import RectanglesDataModule
 from lightning_struct import data
 from tests.data.official import prepared
 
@@ -36,7 +38,9 @@ FILES = {  # that errors name
 
 
 def made(name, **options):
-    return getattr(data, name)(**options)
+    return {**vars(data), "RectanglesDataModule": RectanglesDataModule, "NORBDataModule": NORBDataModule}[name](
+        **options
+    )
 
 
 @pytest.fixture

@@ -4,9 +4,8 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_struct.data import RectanglesDataModule
+from benchmarks.rectangles import RectanglesDataModule, generate_rectangles
 from lightning_struct.data.flat_images import as_float, mean_and_std
-from lightning_struct.data.larochelle import generate_rectangles
 from tests.data.official import prepared
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_struct.data import MNISTVariantDataModule, RectanglesDataModule
+from benchmarks.rectangles import RectanglesDataModule, generate_rectangles
+from lightning_struct.data import MNISTVariantDataModule
 from lightning_struct.data.larochelle import (
     FILES,
-    generate_rectangles,
     picture_patches,
     rotate,
     uniform_noise,

@@ -5,9 +5,17 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_struct.data import NORBDataModule
+from benchmarks.norb import (
+    INSTANCES,
+    TEST_STEMS,
+    TOYS,
+    TRAIN_STEMS,
+    NORBDataModule,
+    make_small,
+    make_toys,
+    read_left_images,
+)
 from lightning_struct.data.files import DamagedFileError
-from lightning_struct.data.norb import INSTANCES, TEST_STEMS, TOYS, TRAIN_STEMS, make_small, make_toys, read_left_images
 
 BYTES, INTEGERS = 0x1E3D4C55, 0x1E3D4C54
 
@@ -56,7 +64,7 @@ def test_left_images_and_labels_belong_together(tmp_path):
 
 
 def test_more_images_than_a_block_are_read_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_struct.data.norb.BLOCK", 3)
+    monkeypatch.setattr("benchmarks.norb.BLOCK", 3)
     write_pair(tmp_path, "some", 0, 10, size=32)
     assert read_left_images(tmp_path, "some")[0][:, 0].tolist() == list(range(10))
 

@@ -27,9 +27,9 @@ def size(*modules):
     ("data", "pixels", "classes"),
     [
         (["--data.variant=noise"], 784, 10),
-        (["--data=RectanglesDataModule"], 784, 2),
+        (["--data=benchmarks.rectangles.RectanglesDataModule"], 784, 2),
         (["--data=CIFAR10DataModule", "--data.grey=true", "--data.val_size=7"], 1024, 10),
-        (["--data=NORBDataModule"], 1024, 6),
+        (["--data=benchmarks.norb.NORBDataModule"], 1024, 6),
     ],
     ids=["noise", "rectangles", "cifar", "norb"],
 )

@@ -1,4 +1,8 @@
-"""NORB: toys seen by the left eye, on cluttered grounds; its files, and toys of our own."""
+"""NORB: toys seen by the left eye, on cluttered grounds; its files, and toys of our own.
+
+Of the recipe, in the directory of a checkout: ``lightning-struct structured_image fit
+--data=benchmarks.norb.NORBDataModule --data.generate=true ...`` (docs/recipes/structured_image.md).
+"""
 
 import gzip
 import math
@@ -88,7 +92,7 @@ class NORBDataModule(FlatImagesDataModule):
         model = Classifier(single_hidden_layer(1024, 6), num_classes=6)
         Trainer().fit(model, datamodule=NORBDataModule(data_dir="data"))
 
-    With ``generate`` the images are made by :func:`~lightning_struct.data.norb.make_toys` in the layout of NORB: five
+    With ``generate`` the images are made by :func:`make_toys` in the layout of NORB: five
     kinds of toys, ten of each, of which five are trained on and the other five tested with. They are not the official
     ones, and accuracies on them are to be compared with each other alone. They are always the same; ``synthetic`` makes
     others for each ``seed``.

@@ -104,15 +104,6 @@ class ResizableLoader:
         units = self.sampler.units
         return None if units is None else units * self.sampler.samples_of_unit
 
-    @property
-    def asked(self) -> int:
-        """Batches of this pass whose size is settled: those that were read, and those that workers were asked for."""
-        if not self.iterable or not self.sampler.ends:
-            return len(self.sampler.ends)
-        # counted, it would be of chance when the workers of a stream are told that one of them is at its end
-        loader = self.loader
-        return self.delivered + (loader.num_workers * (loader.prefetch_factor or 2) if loader.num_workers else 0)
-
     def limit(self, batches: int) -> None:
         """End each pass after the samples of so many batches of the first size."""
         self.sampler.limit = batches * self.sampler.first_size
@@ -136,7 +127,6 @@ class ResizableLoader:
             "delivered": 0 if over else self.delivered - unread,
             "size": self.sampler.size,
             "first_size": self.sampler.first_size,
-            "accumulated": self.sampler.accumulated,
             "samples_of_unit": self.sampler.samples_of_unit,
             "workers": self.loader.num_workers,
             "random_states": self._began_from if self._replays_workers else self.sampler.started_from,
@@ -183,7 +173,6 @@ class ResizableLoader:
             position = position | {"sizes": [[size, 1] for size in _sizes(position)[: position["delivered"]]]}
         self._resume = position
         self.sampler.size = position["size"]
-        self.sampler.accumulated = position.get("accumulated", 1)  # none in version 0.2
         self.sampler.samples_of_unit = position["samples_of_unit"]
         self.sampler.knows_unit |= bool(position["sizes"])
         self.sampler.begin(_sizes(position))

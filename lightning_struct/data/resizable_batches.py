@@ -26,12 +26,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
 
     ``drop_last`` leaves out a last batch only if it is smaller than the batches were at first: a large batch at the end
     is not lost. Without it, growth makes no last batch of a few samples, which batch normalisation may not be able to
-    train on: where less would be left than batches had at first, the last two share their samples, or with
-    ``accumulated`` the last two steps.
-
-    ``accumulated`` is for the accumulation of gradients, whose mean over a step is right if its batches are of one
-    size: set both sizes between two steps only. The end of a pass is a step like others where its length is known: what
-    is left for it is split into as many batches, which differ by one unit at most.
+    train on: if less would be left than batches had at first, the last two share their samples.
 
     Args:
         source: the batch sampler.
@@ -39,7 +34,6 @@ class ResizableBatchSampler(Sampler[list[Any]]):
 
     Attributes:
         size: units of the next batch, at least 1.
-        accumulated: batches of an optimizer step, which begins wherever it divides the number of batches before.
         ends: units after each batch of this pass that was handed out (or, after :meth:`begin`, will be before ``size``
             is looked at).
         limit: units of a pass at most; None for all.
@@ -54,7 +48,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         self.sampler = getattr(source, "sampler", None)  # where Lightning looks for set_epoch
         self.merges = type(source) is not BatchSampler
         self.first_size = 1 if self.merges else source.batch_size  # type: ignore[attr-defined]
-        self.size, self.accumulated, self.splits_rest = self.first_size, 1, True
+        self.size, self.splits_rest = self.first_size, True
         self.drop_last = not self.merges and source.drop_last  # type: ignore[attr-defined]
         self.ends: list[int] = []
         self.limit: int | None = None
@@ -126,9 +120,8 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         handed = len(self.ends)
         if not self.splits_rest:
             return handed + self.batches(self.units - self._end(handed))
-        begun = handed % self.accumulated
-        full, rest = self._layout(self.units - self._end(handed - begun))
-        return max(handed - begun + full + len(rest), handed)
+        full, rest = self._layout(self.units - self._end(handed))
+        return handed + full + len(rest)
 
     def batches(self, units: int) -> int:
         """Number of batches of the present size that so many units make."""
@@ -141,43 +134,30 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         known = bisect_left(self.ends, units)
         if known < handed:
             return known + 1
-        begun = handed - handed % self.accumulated
-        wanted = units - self._end(begun)
-        full, rest = (math.inf, []) if self.units is None else self._layout(self.units - self._end(begun))
+        wanted = units - self._end(handed)
+        full, rest = (math.inf, []) if self.units is None else self._layout(self.units - self._end(handed))
         if wanted > full * self.size:
             ends = list(accumulate(rest, initial=full * self.size))
-            return begun + int(full) + min(bisect_left(ends, wanted), len(rest))
-        return max(begun + math.ceil(wanted / self.size), handed + 1)
+            return handed + int(full) + min(bisect_left(ends, wanted), len(rest))
+        return handed + max(math.ceil(wanted / self.size), 1)
 
     def _next_size(self) -> int:
         """Units of the next batch."""
-        begun, units = self._handed % self.accumulated, self.units
-        if units is None or not self.splits_rest:
+        if self.units is None or not self.splits_rest:
             return self.size
-        left = units - self._end(self._handed - begun)
-        if left >= 2 * self.accumulated * self.size:
-            return self.size
-        full, rest = self._layout(left)
-        return self.size if begun < full or begun >= len(rest) else rest[begun]
+        full, rest = self._layout(self.units - self._end(self._handed))
+        return rest[0] if rest and not full else self.size
 
     def _layout(self, units: int) -> tuple[int, list[int]]:
-        """Batches into which the last units of a pass go, from the beginning of a step on.
+        """Batches into which the last units of a pass go.
 
         Returns:
             How many there are of ``size``, and the sizes of the others, which come after them.
         """
-        step = self.accumulated * self.size
-        steps, left = divmod(max(units, 0), step)
-        totals = [left]
-        is_short = 0 < left < self.accumulated * self.first_size
-        has_grown = self.first_size < self.size or self.accumulated > 1
-        if steps and is_short and has_grown and not self.drop_last:
-            steps, totals = steps - 1, [math.ceil((step + left) / 2), (step + left) // 2]
-        rest = []
-        for total in totals:
-            parts = max(min(self.accumulated, total // self._smallest), 1)
-            rest += [total // parts + (part < total % parts) for part in range(parts) if total >= self._smallest]
-        return steps * self.accumulated, rest
+        full, left = divmod(max(units, 0), self.size)
+        if full and 0 < left < self.first_size < self.size and not self.drop_last:
+            return full - 1, [math.ceil((self.size + left) / 2), (self.size + left) // 2]
+        return full, [left] if left >= self._smallest else []
 
     @property
     def _smallest(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import enable_grad
@@ -292,24 +293,26 @@ def skips_backward(trainer: L.Trainer) -> bool:
     return trainer.fit_loop._skip_backward
 
 
-def train_in_parts(trainer: L.Trainer, train_on: Callable[[Any, Callable[[Any], Any]], Any]) -> Callable[[], None]:
+def train_in_parts(trainer: L.Trainer, train_on: Callable[[Any, Callable[..., Any]], Any]) -> Callable[[], None]:
     """Train on each batch of automatic optimization by parts; returns a function that undoes it.
 
     Args:
         trainer: in ``Callback.setup``.
-        train_on: gets the batch, and a function that takes its parts, each with the factor of its loss. That runs their
-            forward and backward passes, and leaves the gradients as they were if one of them fails. ``train_on`` calls
-            it, and returns what it returns.
+        train_on: gets the batch, and a function that takes the number of its parts, and the parts, each with the factor
+            of its loss. That runs their forward and backward passes, of which the last alone may exchange gradients
+            with other processes, and leaves the gradients as they were if one fails. ``train_on`` calls it, and returns
+            what it returns.
     """
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
     make_closure = loop._make_closure
+    block_exchange = getattr(trainer.strategy, "block_backward_sync", nullcontext)
 
     def make(kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Any:
         closure = make_closure(kwargs, optimizer, batch_idx)
         batch, zero_grad = kwargs.get("batch"), closure._zero_grad_fn
         given = [p for group in optimizer.param_groups for p in group["params"]]
 
-        def train(parts: Iterable[tuple[Any, float]]) -> Any:
+        def train(count: int, parts: Iterable[tuple[Any, float]]) -> Any:
             # the passes of this batch come into gradients of their own, if others have been accumulated
             kept = [] if zero_grad is not None else [(p, p.grad) for p in given if p.grad is not None]
             for parameter, _ in kept:
@@ -317,16 +320,17 @@ def train_in_parts(trainer: L.Trainer, train_on: Callable[[Any, Callable[[Any], 
             losses, result = list[Any](), None
             logged: Any = trainer._results
             try:
-                for part, factor in parts:
+                for number, (part, factor) in enumerate(parts, start=1):
                     logged.batch, logged.batch_size = part, None  # by whose samples self.log weighs
-                    result = loop._training_step(type(kwargs)({**kwargs, "batch": part}))
-                    if zero_grad is not None and not losses:
-                        zero_grad()
-                    if result.closure_loss is not None:
-                        result.closure_loss = result.closure_loss * factor
-                        losses.append(result.closure_loss.detach().clone())
-                        if closure._backward_fn is not None:
-                            closure._backward_fn(result.closure_loss)
+                    with nullcontext() if number == count else block_exchange():
+                        result = loop._training_step(type(kwargs)({**kwargs, "batch": part}))
+                        if zero_grad is not None and not losses:
+                            zero_grad()
+                        if result.closure_loss is not None:
+                            result.closure_loss = result.closure_loss * factor
+                            losses.append(result.closure_loss.detach().clone())
+                            if closure._backward_fn is not None:
+                                closure._backward_fn(result.closure_loss)
             except BaseException:
                 for parameter, gradient in kept:
                     parameter.grad = gradient

@@ -1,4 +1,3 @@
-import math
 import random
 
 import numpy as np
@@ -86,18 +85,14 @@ def test_every_sample_comes_exactly_once(sizes, samples, first, shuffled):
     assert sorted(numbers(batches(loader, sizes, sized))) == list(range(samples))
 
 
-STEPS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 4)), min_size=1, max_size=8)
-
-
-@given(STEPS, st.integers(1, 60), st.integers(1, 8), st.booleans(), st.floats(0, 1))
-def test_what_is_told_at_any_time_is_true_if_nothing_changes_any_more(steps, samples, first, drop_last, fraction):
+@given(SIZES, st.integers(1, 60), st.integers(1, 8), st.booleans(), st.floats(0, 1))
+def test_what_is_told_at_any_time_is_true_if_nothing_changes_any_more(sizes, samples, first, drop_last, fraction):
     sampler = ResizableBatchSampler(BatchSampler(range(samples), first, drop_last), samples)
     iterator = iter(sampler)
-    for size, accumulated in steps:
+    for size in sizes:
         if next(iterator, None) is None:
             break
-        if len(sampler.ends) % math.lcm(accumulated, sampler.accumulated) == 0:
-            sampler.size, sampler.accumulated = size, accumulated
+        sampler.size = size
     told, beyond = len(sampler), sampler.first_beyond(fraction * samples)
     read = sum(map(len, iterator))
     assert len(sampler.ends) == told == len(sampler) and read <= samples
@@ -105,21 +100,11 @@ def test_what_is_told_at_any_time_is_true_if_nothing_changes_any_more(steps, sam
         assert beyond == next(i for i, end in enumerate(sampler.ends, start=1) if end >= fraction * samples)
 
 
-@given(st.integers(5, 12), st.integers(1, 4), st.integers(1, 5), st.integers(12, 200))
-def test_the_end_of_a_pass_is_split_into_as_many_batches_as_other_steps(size, first, accumulated, samples):
+@given(st.integers(2, 12), st.integers(1, 10), st.integers(1, 200))
+def test_growth_leaves_no_batch_over_that_is_less_than_half_of_the_first_ones(first, more, beyond):
+    samples = first + more + beyond
     sampler = ResizableBatchSampler(BatchSampler(range(samples), first, False), samples)
-    sampler.size, sampler.accumulated = size, accumulated
-    sizes = [len(batch) for batch in sampler]
-    steps = [sizes[i : i + accumulated] for i in range(0, len(sizes), accumulated)]
-    assert all(max(step) - min(step) <= 1 and len(step) == accumulated for step in steps) and sum(sizes) == samples
-
-
-@given(st.integers(2, 12), st.integers(0, 10), st.integers(1, 5), st.integers(1, 200))
-def test_growth_leaves_no_batch_over_that_is_less_than_half_of_the_first_ones(first, more, accumulated, beyond):
-    assume(more or accumulated > 1)
-    samples = accumulated * (first + more) + beyond
-    sampler = ResizableBatchSampler(BatchSampler(range(samples), first, False), samples)
-    sampler.size, sampler.accumulated = first + more, accumulated
+    sampler.size = first + more
     assert min(len(batch) for batch in sampler) >= first // 2
 
 
@@ -430,15 +415,6 @@ def test_a_pass_is_resumed_at_the_first_sample_that_was_not_used(read, position,
     if resume:
         resumed.batch_size = 2
     assert batches(another)[0] == expected
-
-
-def test_a_position_of_version_0_2_has_no_accumulated_batches():
-    position = resizable(range(24), batch_size=4)[1].position()
-    del position["accumulated"]
-    _, resumed = resizable(range(24), batch_size=4)
-    resumed.sampler.accumulated = 3
-    resumed.resume(position)
-    assert resumed.sampler.accumulated == 1
 
 
 def test_the_length_of_a_resumed_pass_counts_the_batches_before_its_position():

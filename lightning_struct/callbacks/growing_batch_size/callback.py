@@ -102,10 +102,9 @@ class GrowingBatchSize(Callback):
             optimizers; outside of them the configured rate is seen. ``"sqrt"``: by √(n/n₀), for Adam and its variants.
             ``"linear"``: by n/n₀, up to the noise scale if that is measured, for SGD. β₂ of Adam becomes β₂^(n/n₀), so
             that its half-life is the same number of samples.
-        max_device_batch_size: most samples of one forward pass on one device. Batches grow up to it; larger steps
-            accumulate several batches of equal size, from the next step at which Lightning can change their number on
-            (automatic optimization only). ``"auto"``: a batch for which memory does not suffice is trained on once more
-            in halves, whose gradients are accumulated, and so are the later ones (one process).
+        max_device_batch_size: most samples of one forward pass on one device (automatic optimization only). Larger
+            batches are trained on in parts, whose gradients are accumulated. ``"auto"``: as many as memory allows; a
+            batch for which it does not suffice is trained on once more in halves (one process).
         estimator: how gradients are measured: ``"layers"`` by hooks on the layers, ``"parts"`` by differences between
             the backward passes of a step; ``"auto"`` chooses. A :class:`NoiseEstimator` also says how often, and with
             how many random projections.
@@ -166,11 +165,6 @@ class GrowingBatchSize(Callback):
         check("validation", validation, is_rule, "a ValidationRule, or None")
         modes = ("auto", "batch", "accumulate", "measure")
         check("mode", mode, mode in modes, f"one of {', '.join(map(repr, modes))}")
-        if mode == "accumulate" and max_device_batch_size not in (None, "auto"):
-            raise MisconfigurationException(
-                "mode='accumulate' leaves the batches of the loaders as they are, and max_device_batch_size="
-                f"{max_device_batch_size} lets them grow so far: leave one of them out"
-            )
         self.max_batch_size, self.theta, self.schedule = max_batch_size, theta, schedule
         self.scale_lr: Literal["sqrt", "linear"] | None = scale_lr or ("sqrt" if schedule == "auto" else None)
         self.max_device_batch_size, self.max_overhead, self.mode = max_device_batch_size, max_overhead, mode

@@ -46,7 +46,7 @@ class Fit:
     Attributes:
         growth: the way to change the samples of a step.
         clock: of the schedulers.
-        memory: that halves the samples of a forward pass; None if it does not.
+        memory: that bounds the samples of a forward pass; None if nothing does.
         values: by names of ``LOGGED``: what is new since loggers wrote, as logging takes longer than checking.
         rate: that follows the batch; None if it does not.
         is_described: whether the line that says what was chosen has been printed.
@@ -76,8 +76,8 @@ class Fit:
             self.growth = AccumulationGrowth(trainer, batch_size, is_fixed=mode == "measure")
         else:
             on_refusal = self._accumulate_instead if mode == "auto" else None
-            self.growth = LoaderGrowth(trainer, batch_size, None if limit == "auto" else limit, on_refusal)
-        self.memory = MemoryLimit(trainer) if limit == "auto" else None
+            self.growth = LoaderGrowth(trainer, batch_size, on_refusal)
+        self.memory = None if limit is None else MemoryLimit(trainer, limit)
         self.clock, self.values = SchedulerClock(trainer), dict[str, float]()
         self.rate = None if scale_lr is None else LearningRateScale(scale_lr)
         self.is_described, self.note = False, ""
@@ -211,7 +211,7 @@ class Fit:
             self._loaded_growth = state["growth"]
 
     def _load(self, state: State) -> None:
-        if self.memory is not None and state["memory"] is not None:
+        if self.memory is not None and self.memory.is_found and state["memory"] is not None:
             self.memory.samples = state["memory"]
         if self.rate is not None and state["learning_rate"] is not None:
             self.rate.load_state_dict(state["learning_rate"])

@@ -99,29 +99,6 @@ class BatchGrowth:
         """Undo what was changed in the Trainer."""
 
 
-def accumulated_batches(samples: float, limit: float, least: int, present: int, batches_done: int) -> int:
-    """Number of batches that make an optimizer step of so many samples in batches of at most ``limit``.
-
-    Lightning divides the loss by this number, and steps wherever it divides the number of batches of the epoch: from
-    ``batches_done`` on it can become a divisor of that only. The fewest batches that are enough are taken, up to twice
-    those needed; else the most that are not enough, until more batches are done.
-
-    Args:
-        samples: of a step, in this process.
-        limit: samples of a batch, at most.
-        least: number of batches that are accumulated in any case, where the epoch begins.
-        present: number that is accumulated now, a divisor of ``batches_done``.
-        batches_done: of this epoch, when the step begins.
-
-    Example:
-        >>> [accumulated_batches(100, limit=32, least=1, present=1, batches_done=done) for done in (0, 7, 8, 10)]
-        [4, 7, 4, 5]
-    """
-    needed = max(least, math.ceil(samples / limit - 1e-9))
-    enough = range(needed, max(2 * needed, present + 1))
-    return next(k for k in (*enough, *range(needed - 1, 0, -1)) if batches_done % k == 0)
-
-
 def is_scheduled(trainer: L.Trainer) -> bool:
     """Whether a ``GradientAccumulationScheduler`` sets the accumulation in each epoch."""
     return any(scheduler.going_to_accumulate_grad_batches() for scheduler in _schedulers(trainer))

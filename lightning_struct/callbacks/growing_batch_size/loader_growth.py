@@ -13,8 +13,6 @@ from lightning_struct.callbacks.growing_batch_size.growth import (
     BatchGrowth,
     State,
     accumulate_as_scheduled,
-    accumulated_batches,
-    check_accumulation,
 )
 from lightning_struct.collective import all_gather_objects
 from lightning_struct.data.resizable import Position, ResizableLoader, rounded_size, why_not_resizable
@@ -67,18 +65,9 @@ class GrowingLoader(ResizableLoader):
         """Whether it is known how many samples a batch has: of a foreign batch sampler only when one was read."""
         return self.sampler.knows_unit
 
-    def set_size(self, size: float, most: float = math.inf, accumulated: int = 1) -> None:
-        """Set the size, which is rounded.
-
-        Args:
-            size: over all processes.
-            most: bound of the rounded size, if no single unit of the sampler is larger.
-            accumulated: batches of an optimizer step, see :class:`ResizableBatchSampler`.
-        """
+    def set_size(self, size: float) -> None:
+        """Set the size, over all processes, which is rounded."""
         self.batch_size = size / self._processes
-        if self.size > most:
-            self.sampler.size = max(int(most / self._processes / self.sampler.samples_of_unit), 1)
-        self.sampler.accumulated = accumulated
 
     def last_sizes(self, ahead: int) -> list[int]:
         """Samples of the last batch read but ``ahead``; empty if there is none, as for a negative number."""
@@ -119,7 +108,6 @@ class GrowingDraws:
 
     batches = None
     delivered = 0
-    asked = None
     knows_size = True
     nominal = False
 
@@ -140,9 +128,9 @@ class GrowingDraws:
     def dataset_size(self) -> int | None:
         return self._sampler.samples
 
-    def set_size(self, size: float, most: float = math.inf, accumulated: int = 1) -> None:
+    def set_size(self, size: float) -> None:
         samples = math.inf if self.dataset_size is None else self.dataset_size
-        whole = max(int(min(rounded_size(size), most)), self._sampler.num_replicas)
+        whole = max(rounded_size(size), self._sampler.num_replicas)
         self._sampler.batch_size = int(min(whole, samples))
 
     def last_sizes(self, ahead: int) -> list[int]:
@@ -174,14 +162,9 @@ class LoaderGrowth(BatchGrowth):
     samples, and an int a number of batches; and how often ``val_check_interval`` validates: as often in an epoch as
     before, after the same samples (but once per batch at most). Without epochs it remains a number of batches.
 
-    With ``max_device_batch_size`` the batches grow up to that; for a larger step more of them are accumulated, all of
-    one size, since Lightning gives them the same weight. See :func:`accumulated_batches` for where their number can
-    change.
-
     Args:
         trainer: in ``Callback.setup``.
         batch_size: the samples of a step to begin with, if they are not those of the loaders.
-        max_device_batch_size: samples in one batch of one process, at most; None for any number.
         on_refusal: is called, when all is put back, with the loader that is not resized and why, with what would
             help, and whether its batches could be made larger nevertheless. None: what can be resized is resized, and
             another loader is an error.
@@ -196,20 +179,11 @@ class LoaderGrowth(BatchGrowth):
         self,
         trainer: L.Trainer,
         batch_size: float | None = None,
-        max_device_batch_size: int | None = None,
         on_refusal: Callable[[str, str, bool], None] | None = None,
     ) -> None:
         super().__init__(trainer, batch_size)
-        self._device_limit, self._on_refusal = max_device_batch_size, on_refusal
-        # numbers of batches before which the accumulation changes, and to what
-        self._changes: list[list[int]] = []
+        self._on_refusal = on_refusal
         self._asked_for: tuple[int, float, int] | None = None
-        if max_device_batch_size is not None:
-            check_accumulation(
-                trainer,
-                f"max_device_batch_size={max_device_batch_size}",
-                f"use max_batch_size={max_device_batch_size * data_parallel_size(trainer)} instead",
-            )
         self._state: State | None = None
         self._resumed: State | None = None
         self._begun = False
@@ -218,7 +192,7 @@ class LoaderGrowth(BatchGrowth):
         self._nominal_interval: float | None = None
         self._refusal: tuple[str, str, bool] | None = None  # of a loader that is not resized
         self._loaders: list[GrowingLoader | GrowingDraws] = []
-        self._epoch_done = self._batches_done = 0
+        self._epoch_done = 0
         self._trainer_loaders = TrainingLoaders(trainer, self._prepare, self._prepared)
 
     @property
@@ -244,7 +218,7 @@ class LoaderGrowth(BatchGrowth):
 
     def set_batch_size(self, batch_size: float) -> None:
         self._decided = batch_size
-        if self._loaders and self._device_limit is None:
+        if self._loaders:
             self._resize()
             self._set_limits()
 
@@ -256,11 +230,10 @@ class LoaderGrowth(BatchGrowth):
         self._begin(state)
 
     def on_train_epoch_start(self) -> None:
-        self._epoch_done = self._batches_done = 0
+        self._epoch_done = 0
         passes_over = skips_backward(self._trainer)
         if not passes_over:
-            if self._device_limit is None:
-                accumulate_as_scheduled(self._trainer)  # the first batch is read before the callbacks after this one
+            accumulate_as_scheduled(self._trainer)  # the first batch is read before the callbacks after this one
             self._resize()
         self._set_limits()
         self._plan_validation()
@@ -273,27 +246,18 @@ class LoaderGrowth(BatchGrowth):
         if (self._waits or is_first) and self._resize():  # one that stands after this callback may have done so now
             self._set_limits()
             self._plan_validation()
-        if self._device_limit is not None and is_first:
-            # a run that is resumed at the end of an epoch is not told that the next one starts
-            self._trainer.accumulate_grad_batches = self._accumulated
         if self._epoch_done:  # Lightning has compared it with the length by now
             self._epoch_done = 0
             self._set_limits()
             self._plan_validation()
 
     def on_train_batch_end(self) -> None:
-        self._batches_done = self._trainer_loaders.batches_done
-        if self._device_limit is not None:
-            if self._resize():
-                self._set_limits()
-            self._change_accumulation()
         planned = self._trainer.val_check_batch
-        if self._replans or (planned is not None and self._batches_done > planned):
+        if self._replans or (planned is not None and self._trainer_loaders.batches_done > planned):
             self._plan_validation()
             self._replans = False
 
     def on_train_epoch_end(self) -> None:
-        self._changes.clear()
         for loader in self._loaders:
             loader.begin_anew()
 
@@ -308,9 +272,6 @@ class LoaderGrowth(BatchGrowth):
             "positions": all_gather_objects(mine),
             "epoch_done": done,
             "val_check_batch": self._trainer.val_check_batch,
-            "device_limit": self._device_limit,
-            "accumulated": [self._trainer.accumulate_grad_batches, self._accumulated],
-            "changes": [list(change) for change in self._changes],
             "is_fixed": self.is_fixed,
         }
 
@@ -320,8 +281,6 @@ class LoaderGrowth(BatchGrowth):
         self.is_fixed = state.get("is_fixed", False)
 
     def restore(self) -> None:
-        if self._device_limit is not None:
-            self._trainer.accumulate_grad_batches = self._first_accumulated
         if self._nominal_interval is not None:
             self._trainer.val_check_batch = self._nominal_interval
         self._trainer_loaders.restore()
@@ -364,8 +323,8 @@ class LoaderGrowth(BatchGrowth):
             if self._trainer.world_size == 1:  # else the processes would have different numbers of batches
                 loader.on_split = self._give_back
             self._loaders.append(loader)
-        self._main, self._batches_done = 0, 0
-        self._accumulated, self._changes, self._asked_for = self._first_accumulated, [], None
+        self._main = 0
+        self._asked_for = None
         # workers are asked for batches before all is prepared; loaders that come yet change the proportions
         self._resize()
         return self._loaders[-1].loader
@@ -393,12 +352,6 @@ class LoaderGrowth(BatchGrowth):
         self._main = limits.index(self._nominal_length) if self._nominal_length in limits else 0  # it ends the epoch
         for loader in self._loaders:
             loader.nominal = False
-        first = sum(loader.first_size for loader in self._loaders) // data_parallel_size(self._trainer)
-        if self._device_limit is not None and first > self._device_limit and self._decided is None:
-            raise MisconfigurationException(
-                f"Batches of {first} on one device are larger than GrowingBatchSize(max_device_batch_size="
-                f"{self._device_limit}): give the DataLoader a smaller batch_size, or raise the limit"
-            )
         state, self._state = self._state, None
         if state is not None:
             self._resume(state)
@@ -408,13 +361,9 @@ class LoaderGrowth(BatchGrowth):
             self._resumed = state
 
     def _begin(self, state: State | None) -> None:
-        """Begin the epoch of a resumed run anew, set its accumulation and what Lightning derives from the lengths."""
-        if state is not None and self._device_limit is not None:
-            self._trainer.accumulate_grad_batches = state["accumulated"][0]
-        if state is not None and self._decided_anew(state):
-            self._batches_done = self._trainer_loaders.batches_done
+        """Begin the epoch of a resumed run anew, and set what Lightning derives from the lengths."""
+        if state is not None and self._decided != state["decided"]:
             self._resize()
-            self._change_accumulation()
         if state is not None and any(isinstance(loader, GrowingLoader) for loader in self._loaders):
             self._trainer_loaders.iterate_anew()  # workers may have been asked for batches, of another epoch's order
         self._set_limits()
@@ -441,9 +390,7 @@ class LoaderGrowth(BatchGrowth):
                 f"there are {len(self._loaders)}: resume with the same loaders, or from a checkpoint at the end of an "
                 "epoch"
             )
-        # with a limit, the batches that were asked for and the changes of the accumulation belong together
-        same_limit = self._has_limit_of(state)
-        keeps_sizes = same_limit and (self._device_limit is not None or not self._decided_anew(state))
+        keeps_sizes = self._decided == state["decided"]
         sizes = [loader.first_sizes(position) for loader, position in zip(self._loaders, mine, strict=True)]
         of_loaders = any(before != now for before, now in sizes)
         for loader, position in zip(self._loaders, mine, strict=True):
@@ -465,17 +412,6 @@ class LoaderGrowth(BatchGrowth):
         self._asked_for = None
         if not begun:
             self._resize()
-        elif same_limit:
-            self._accumulated, self._changes = state["accumulated"][1], [list(change) for change in state["changes"]]
-        else:
-            self._accumulated = state["accumulated"][0]
-
-    def _decided_anew(self, state: State) -> bool:
-        """Whether the size that the state was saved with, or the limit of a batch, has been replaced."""
-        return self._decided != state["decided"] or not self._has_limit_of(state)
-
-    def _has_limit_of(self, state: State) -> bool:
-        return self._device_limit == state["device_limit"]
 
     def _pass_over(self, batches: int) -> None:
         """Begin after the batches of this epoch that were trained on by a run that kept no position."""
@@ -483,10 +419,8 @@ class LoaderGrowth(BatchGrowth):
             return
         for loader, length in zip(self._loaders, self._nominal_limits, strict=True):
             loader.pass_over(int(batches % length if cycles(self._trainer) else min(batches, length)))
-        self._batches_done, self._asked_for = batches, None
-        self._accumulated, self._changes = self._first_accumulated, []
+        self._asked_for = None
         self._resize()
-        self._change_accumulation()
         self._trainer_loaders.iterate_anew()
         rank_zero_warn(
             f"The checkpoint was written after {batches} batches of an epoch by a run that kept no position in it: "
@@ -495,46 +429,26 @@ class LoaderGrowth(BatchGrowth):
             "those that were left; where it is drawn from the global random state, they are others, but as many"
         )
 
-    def _change_accumulation(self) -> None:
-        """Set the accumulation that is due after the batches that are done."""
-        while self._changes and self._changes[0][0] <= self._batches_done:
-            self._trainer.accumulate_grad_batches = self._changes.pop(0)[1]
-
     def _resize(self) -> bool:
-        """Ask the loaders for the decided size, as far as it can be had now; tell whether that is new."""
+        """Ask the loaders for the decided size; tell whether that is new."""
         if self._decided is None:
             return False
         self._waits = not all(loader.knows_size for loader in self._loaders)
         if self._waits:
             return False
-        accumulated, most = self._trainer.accumulate_grad_batches, math.inf
-        if self._device_limit is not None:
-            processes = data_parallel_size(self._trainer)
-            settled, samples = self._loaders[self._main].asked, self._decided / processes
-            asked = self._batches_done if settled is None else settled
-            if asked % self._accumulated:
-                return False  # within a step
-            accumulated = accumulated_batches(
-                samples, self._device_limit, self._first_accumulated, self._accumulated, asked
-            )
-            if accumulated != self._accumulated and asked:
-                self._changes.append([asked, accumulated])
-            self._accumulated, most = accumulated, self._device_limit * processes
+        accumulated = self._trainer.accumulate_grad_batches
         if self._asked_for == (asked_for := (len(self._loaders), self._decided, accumulated)):
             return False
         self._asked_for = asked_for
-        batch_size = min(self._decided / accumulated, most)
         first = sum(loader.first_size for loader in self._loaders)
         for loader in self._loaders:
-            share = loader.first_size / first
-            in_turn = 1 if self._device_limit is None else accumulated
-            loader.set_size(batch_size * share, most * share, in_turn)
+            loader.set_size(self._decided / accumulated * loader.first_size / first)
         return True
 
     def _give_back(self, samples: int, error: str) -> None:
         """Give the loaders their own sizes back for good, as a larger batch could not be put together."""
         first = sum(loader.first_size for loader in self._loaders)
-        self.is_fixed, self._device_limit = True, None
+        self.is_fixed = True
         self._decided = float(self._trainer.accumulate_grad_batches * first)
         self._resize()
         self._set_limits()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -19,35 +19,41 @@ from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
 class MemoryLimit:
-    """Halves the samples of a forward pass whenever one, or its backward pass, runs out of memory.
+    """Bounds the samples of a forward pass: larger batches are trained on in parts, whose gradients are accumulated.
 
-    The batch under way is then trained on once more, in parts whose gradients are accumulated, and so are the later
-    ones, at once. The loss of a part counts by its samples, so that the gradient of an averaged loss is that of the
-    whole batch, and a step has as many samples as without the limit. ``training_step`` is called for each part; what it
-    logged before a backward pass failed counts twice in the means of an epoch.
+    The bound is given, or found: whenever a forward pass, or its backward pass, runs out of memory, it is halved, and
+    the batch under way is trained on once more. The loss of a part counts by its samples, so that the gradient of an
+    averaged loss is that of the whole batch, and a step has as many samples as without the bound. ``training_step`` is
+    called for each part; what it logged before a backward pass failed counts twice in the means of an epoch.
 
     Args:
         trainer: in ``Callback.setup``.
+        limit: the bound, in samples of this process; ``"auto"``: it is to be found.
 
     Attributes:
+        is_found: whether the bound is to be found.
         samples: of a forward pass, at most; infinite before memory has run out.
 
     Raises:
-        MisconfigurationException: manual optimization, a strategy that accumulates by itself, or several processes.
+        MisconfigurationException: manual optimization, a strategy that accumulates by itself, or several processes that
+            would have to find one bound.
     """
 
-    def __init__(self, trainer: L.Trainer) -> None:
+    def __init__(self, trainer: L.Trainer, limit: int | Literal["auto"]) -> None:
         module, problem = type(trainer.lightning_module).__name__, None
         if not trainer.lightning_module.automatic_optimization:
             problem = f"under manual optimization {module}.training_step does itself"
-        elif trainer.world_size > 1 or trainer.strategy.handles_gradient_accumulation:
-            problem = f"{trainer.world_size} processes under {type(trainer.strategy).__name__} would have to agree on"
+        elif trainer.strategy.handles_gradient_accumulation:
+            problem = f"{type(trainer.strategy).__name__} does itself"
+        elif trainer.world_size > 1 and limit == "auto":
+            problem = f"{trainer.world_size} processes would have to agree on when memory runs out"
         if problem is not None:
             raise MisconfigurationException(
-                f"GrowingBatchSize(max_device_batch_size='auto') trains on parts of a batch, which {problem}: give the "
-                "number of samples that memory allows, or leave max_device_batch_size out"
+                f"GrowingBatchSize(max_device_batch_size={limit!r}) trains on parts of a batch, which {problem}: give "
+                "max_batch_size, or in automatic optimization the samples that memory allows"
             )
-        self.samples = math.inf
+        self.is_found = limit == "auto"
+        self.samples = math.inf if limit == "auto" else limit
         self._sizes: list[int] = []
         self._begin_part: Callable[[Any, list[int]], None] = lambda part, sizes: None
         self._abandon: Callable[[], None] = lambda: None
@@ -65,16 +71,17 @@ class MemoryLimit:
         """
         self._sizes, self._begin_part, self._abandon = sizes, begin_part, abandon
 
-    def _train(self, batch: Any, train: Callable[[Iterator[tuple[Any, float]]], Any]) -> Any:
+    def _train(self, batch: Any, train: Callable[[int, Iterator[tuple[Any, float]]], Any]) -> Any:
         sizes, is_measured = self._sizes or [samples_in(batch, [])], True
         while True:
             count = max(math.ceil(sum(sizes) / self.samples), 1)
             try:
-                return train(self._parts(batch, sizes, min(count, *sizes), is_measured))
+                count = min(count, *sizes) if any(_leads(leaf, sizes) for leaf in tree_leaves(batch)) else 1
+                return train(count, self._parts(batch, sizes, count, is_measured))
             except torch.OutOfMemoryError as error:
                 of_part = math.ceil(sum(sizes) / count)
                 can_split = count < min(sizes) and any(_leads(leaf, sizes) for leaf in tree_leaves(batch))
-                if not can_split:
+                if not (can_split and self.is_found):
                     raise
                 problem = first_line(error)
             self._abandon()

@@ -580,7 +580,7 @@ class Saving(L.Callback):
         trainer.save_checkpoint(self.directory / f"{len(pl_module.read)}.ckpt")
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "accumulate"}, {"max_device_batch_size": 5}])
+@pytest.mark.parametrize("options", [{}, {"mode": "accumulate"}])
 def test_a_callback_listed_before_saves_the_same_checkpoint(tmp_path, options):
     def run(before=(), after=(), ckpt_path=None, **settings):
         module, growing = Reader(), Growing(SCRIPT, scale_lr="sqrt", **options)
@@ -658,17 +658,15 @@ def test_added_in_mid_epoch_it_goes_on_with_a_loader_that_had_begun_again_or_is_
     assert resumed.read == whole.read[8:]
 
 
-@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 0.5}, {"max_device_batch_size": 4}])
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 0.5}])
 def test_a_size_that_is_given_when_it_is_added_in_mid_epoch_holds_at_once(tmp_path, options):
-    limits = {"max_device_batch_size": options.pop("max_device_batch_size", None)}
     train_without(tmp_path, loader(80), max_epochs=1, **options)
-    windows, growing = Windows(), GrowingBatchSize(schedule="0:8", **limits)
+    windows, growing = Windows(), GrowingBatchSize(schedule="0:8")
     windows.gradient_statistics = None
     with pytest.warns(UserWarning, match="after 4 batches of an epoch"):
         fit(tmp_path, loader(80), module=windows, growing=growing, ckpt_path=tmp_path / "step=4.ckpt", **options)
-    expected = [[(4, 2), (4, 2)] if limits["max_device_batch_size"] else [(8, 1)]]
     steps = 3 if options else 8
-    assert windows.windows == expected * steps and numbers(windows.read) == list(range(16, 16 + 8 * steps))
+    assert windows.windows == steps * [[(8, 1)]] and numbers(windows.read) == list(range(16, 16 + 8 * steps))
 
 
 def test_a_run_that_accumulated_goes_on_with_larger_batches(tmp_path):
@@ -684,7 +682,6 @@ LIMITED = {
     "batch": ({}, {}),
     "workers": ({"num_workers": 2}, {}),
     "accumulate": ({}, {"mode": "accumulate"}),
-    "both": ({}, {"max_device_batch_size": 5}),
 }
 
 

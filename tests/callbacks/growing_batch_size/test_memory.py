@@ -72,6 +72,14 @@ def test_the_weights_are_those_of_a_device_that_has_the_memory(tmp_path, place, 
     assert place == "backward" or torch.allclose(*losses, rtol=1e-12)
 
 
+def test_a_bound_that_is_given_holds_from_the_first_batch(tmp_path):
+    whole, parts = Exhausting(), Exhausting(3, "backward")
+    for module, limit in ((whole, None), (parts, 3)):
+        fit(tmp_path, module, limit)
+    assert max(parts.sizes) == 3 and parts.texts == whole.texts
+    assert torch.allclose(weights(parts), weights(whole), rtol=0, atol=1e-14)
+
+
 def test_with_enough_memory_nothing_changes(tmp_path):
     modules = [Exhausting(), Exhausting()]
     for module, limit in zip(modules, ("auto", None), strict=True):

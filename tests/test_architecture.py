@@ -209,3 +209,10 @@ def test_private_names_of_torch_are_used_in_one_file():
     found = {name: private_names_of_torch(tree) for name, tree in modules().items()}
     assert found.pop(internals), "the one file that uses them is read as such"
     assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_first_lines_of_docstrings_do_not_begin_with_a_word_that_stands_for_a_noun():
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    documented = ((name, node) for name, tree in modules().items() for node in nodes(tree) if isinstance(node, kinds))
+    first_lines = ((name, (ast.get_docstring(node) or "").partition("\n")[0]) for name, node in documented)
+    assert [(name, line) for name, line in first_lines if re.match(r"(Of|What|That|Those|Where)\b", line)] == []

@@ -609,7 +609,7 @@ class GrowingBatchSize(Callback):
         return f"GrowingBatchSize {measures}{rule}{fit.note}"
 
     def _summary(self) -> str:
-        """What came of it, in one line, at the end of the training."""
+        """Summary of the growth in one line, at the end of the training."""
         fit, first = self._present_fit, self._first_size
         size, scale = fit.growth.batch_size, fit.measurement.noise_scale
         text = f"batch {first:.0f} all along" if first == size else f"batch {first:.0f} -> {size:.0f}"

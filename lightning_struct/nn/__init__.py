@@ -1,9 +1,11 @@
 """Structured layers, what puts them into models, and initial values: on torch alone."""
 
+from lightning_struct.nn.adapter_files import load_adapters, save_adapters
 from lightning_struct.nn.adapters import (
     adapter_parameter_groups,
     adapter_state_dict,
     add_adapters,
+    disable_adapters,
     load_adapter_state_dict,
     merge_adapters,
 )
@@ -30,9 +32,9 @@ __all__ = [
     "FrozenLinear", "HankelLike", "LDRSubdiagonal", "LDRTridiagonal", "LowRank", "Monarch", "PatchLinear",
     "PrunedLinear", "RandomizedHadamard", "RecursiveLinear", "StructuredAttention", "StructuredLSTM",
     "StructuredLinear", "ToeplitzLike", "VandermondeLike", "adapter_parameter_groups", "adapter_state_dict",
-    "add_adapters", "apply_structure", "compress", "freeze", "jacobian_norms", "layer_structure",
-    "load_adapter_state_dict", "merge_adapters", "reduced_hidden_units", "replace_conv", "replace_linear",
-    "replacement_report", "sparse_normal_",
+    "add_adapters", "apply_structure", "compress", "disable_adapters", "freeze", "jacobian_norms",
+    "layer_structure", "load_adapter_state_dict", "load_adapters", "merge_adapters", "reduced_hidden_units",
+    "replace_conv", "replace_linear", "replacement_report", "save_adapters", "sparse_normal_",
 ]  # fmt: skip
 
 STRUCTURED_CLASSES: dict[str, type[StructuredLinear]] = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -155,7 +156,7 @@ def merge_adapters(model: Model) -> Model:
           (1): ReLU()
         )
     """
-    _require_adapters(model)
+    require_adapters(model)
     named = list(model.named_modules(remove_duplicate=False))
     linear = [(name, layer) for name, layer in named if isinstance(layer, AdaptedLinear)]
     for name, layer in linear:
@@ -198,7 +199,7 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Any]:
         >>> list(adapter_state_dict(model))
         ['0.update.scale', '0.update.adapter.G', '0.update.adapter.H', '2.weight', '2.bias']
     """
-    _require_adapters(model)
+    require_adapters(model)
     frozen = frozen_parameter_names(model)
     return {plain_name(name): value for name, value in model.state_dict().items() if plain_name(name) not in frozen}
 
@@ -225,7 +226,7 @@ def load_adapter_state_dict(model: Model, state_dict: Mapping[str, Any]) -> Mode
         >>> torch.equal(other.update.adapter.H, trained.update.adapter.H)
         True
     """
-    _require_adapters(model)
+    require_adapters(model)
     state_dict = {plain_name(name): value for name, value in state_dict.items()}
     expected = adapter_state_dict(model).keys()
     missing, unknown = sorted(expected - state_dict.keys()), sorted(state_dict.keys() - expected)
@@ -263,7 +264,7 @@ def adapter_parameter_groups(model: nn.Module, lr: float, operator_factor: float
         >>> [(len(group["params"]), group["lr"]) for group in adapter_parameter_groups(model, lr=0.01)]
         [(2, 0.01), (4, 0.001)]
     """
-    _require_adapters(model)
+    require_adapters(model)
     with_operators = [u.adapter for u in _updates(model) if isinstance(u.adapter, LearnedOperatorLinear)]
     operators = {p for layer in with_operators for name, p in layer.named_parameters() if name not in ("G", "H")}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -272,6 +273,50 @@ def adapter_parameter_groups(model: nn.Module, lr: float, operator_factor: float
         for is_of_operators, rate in ((False, lr), (True, lr * operator_factor))
     ]
     return [group for group in groups if group["params"]]
+
+
+@contextmanager
+def disable_adapters(model: nn.Module) -> Iterator[None]:
+    """Run a model without its adapters, as its base, within a ``with`` statement.
+
+    Args:
+        model: after :func:`add_adapters`.
+
+    Raises:
+        ValueError: the model has no adapters.
+
+    Example:
+        >>> from lightning_struct.nn import LowRank
+        >>> layer, x = add_adapters(nn.Linear(8, 8), LowRank, scale=1.0), torch.ones(8)
+        >>> with torch.no_grad():
+        ...     layer.update.adapter.G.fill_(1.0)
+        Parameter containing:...
+        >>> with disable_adapters(layer):
+        ...     torch.equal(layer(x), layer.base(x))
+        True
+        >>> torch.equal(layer(x), layer.base(x))
+        False
+    """
+    require_adapters(model)
+    updates = _updates(model)
+    before = [update.is_enabled for update in updates]
+    for update in updates:
+        update.is_enabled = False
+    try:
+        yield
+    finally:
+        for update, was_enabled in zip(updates, before, strict=True):
+            update.is_enabled = was_enabled
+
+
+def updated_projections(attention: nn.MultiheadAttention) -> dict[str, StructuredUpdate]:
+    """The updates of the weights of attention, by the names of its projections."""
+    found = {}
+    for part, (name, row) in _blocks_of(attention).items():
+        present = _weight_of(attention, name)[2]
+        if present is not None and str(row) in present.updates:
+            found[part] = present.updates[str(row)]
+    return found  # type: ignore[return-value]
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -300,7 +345,8 @@ def _has_updated_weights(module: nn.Module) -> bool:
     return any(isinstance(part, UpdatedWeight) for part in module.parametrizations.modules())  # type: ignore[union-attr]
 
 
-def _require_adapters(model: nn.Module) -> None:
+def require_adapters(model: nn.Module) -> None:
+    """Raise ValueError for a model without adapters."""
     if not has_adapters(model):
         raise ValueError(f"{type(model).__name__} has no adapters: call add_adapters first")
 

@@ -60,7 +60,7 @@ def layer_structure(model: nn.Module) -> Structure:
     structure: Structure = {}
     parts: set[nn.Module] = set()  # of what is listed
     for name, layer in model.named_modules(remove_duplicate=False):
-        if layer not in parts and (entry := _entry(layer)) is not None:
+        if layer not in parts and (entry := structure_entry(layer)) is not None:
             structure[name] = entry
             parts |= set(layer.modules()) - {layer}
     if frozen := [name or "the model" for name, layer in model.named_modules() if isinstance(layer, FrozenLinear)]:
@@ -93,7 +93,9 @@ def apply_structure(model: Model, structure: Mapping[str, Mapping[str, Any]]) ->
     """
     present = dict(model.named_modules(remove_duplicate=False))
     structure = {
-        name: entry for name, entry in structure.items() if name not in present or _entry(present[name]) != entry
+        name: entry
+        for name, entry in structure.items()
+        if name not in present or structure_entry(present[name]) != entry
     }
     if not structure:
         return model
@@ -131,15 +133,15 @@ def _new_layers(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]) ->
     return places
 
 
-def _entry(layer: nn.Module) -> dict[str, Any] | None:
+def structure_entry(layer: nn.Module) -> dict[str, Any] | None:
     """The entry of a layer in a structure; None for layers that it does not list."""
     if isinstance(layer, ChannelLinear | PatchLinear):
-        return _entry(layer.linear)
+        return structure_entry(layer.linear)
     if isinstance(layer, StructuredLinear):
         return {"class": _name_of(type(layer)), **_arguments(layer)}
     if not isinstance(layer, BlockStructured):
         return None
-    first, *others = (_entry(block) for block in layer.blocks)
+    first, *others = (structure_entry(block) for block in layer.blocks)
     if first is None or any(other != first for other in others):
         return None
     in_shape = {} if layer.in_shape is None else {"in_shape": list(layer.in_shape)}
@@ -153,9 +155,9 @@ def _in_place_of(name: str, old: nn.Module, entry: Mapping[str, Any]) -> nn.Modu
         if type(old) not in CONVOLUTIONS:
             return None
         size = torch.Size(entry.get("in_shape", [entry["size"]]))
-        return blocks_in_place_of(name, old, size, entry.get("out_size"), _factory(entry["blocks"]))
+        return blocks_in_place_of(name, old, size, entry.get("out_size"), layer_factory(entry["blocks"]))
     linear = as_matrix(old)
-    return None if linear is None else in_place_of(old, replacement(name, linear, _factory(entry)))
+    return None if linear is None else in_place_of(old, replacement(name, linear, layer_factory(entry)))
 
 
 def _arguments(layer: StructuredLinear) -> dict[str, Any]:
@@ -172,7 +174,7 @@ def _arguments(layer: StructuredLinear) -> dict[str, Any]:
     return arguments
 
 
-def _factory(entry: Mapping[str, Any]) -> LayerFactory:
+def layer_factory(entry: Mapping[str, Any]) -> LayerFactory:
     """Makes layers of the class and with the arguments of an entry."""
     known, name = {_name_of(layer_class): layer_class for layer_class in _derived(StructuredLinear)}, entry["class"]
     if name not in known:

@@ -64,7 +64,8 @@ class StructuredUpdate(nn.Module):
             raise ValueError("an adapter has no bias: make it with bias=False; train= has the model's biases trained")
         check_options(scale, learned_diagonals)
         self.adapter = adapter
-        self.given_scale = scale
+        self.given_scale, self.learned_diagonals = scale, learned_diagonals
+        self.is_enabled = True
         reference = adapter._reference
         self.register_buffer("scale", torch.empty((), device=reference.device, dtype=reference.dtype))
         for name, size, learned in (
@@ -184,7 +185,9 @@ class AdaptedLinear(nn.Module):
 
         (out_features, in_features); of a convolution its filters, (out_features, in_features, 1, ...).
         """
-        weight = updated(linear_of(self.base).weight, self.update.to_dense())
+        weight = linear_of(self.base).weight
+        if self.update.is_enabled:
+            weight = updated(weight, self.update.to_dense())
         return weight[(...,) + (None,) * len(self.base.stride)] if isinstance(self.base, CONVOLUTIONS) else weight
 
     @property
@@ -214,6 +217,8 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., out_features) for an input (..., in_features); of images as the convolution."""
+        if not self.update.is_enabled:
+            return self.base(input)
         if is_traced(input):
             return whole_call(self, input)
         y = self.base(input)
@@ -248,6 +253,8 @@ class UpdatedWeight(nn.Module):
         end = 0
         for row, update in self.updates.items():
             assert isinstance(update, StructuredUpdate)
+            if not update.is_enabled:
+                continue
             delta = update.to_dense()
             start = int(row)
             blocks += [weight[end:start], updated(weight[start : start + len(delta)], delta)]

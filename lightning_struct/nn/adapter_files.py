@@ -1,0 +1,160 @@
+"""Adapters in files: their weights, and a description from which they are made anew beside the same base."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_struct.functional.layers.registry import plain_name
+from lightning_struct.nn.adapters import (
+    adapter_state_dict,
+    add_adapters,
+    has_adapters,
+    load_adapter_state_dict,
+    require_adapters,
+    updated_projections,
+)
+from lightning_struct.nn.layer_structure import layer_factory, structure_entry
+from lightning_struct.nn.selection import Model
+from lightning_struct.nn.updates import AdaptedLinear, StructuredUpdate
+
+_FORMAT = 1
+_DESCRIPTION, _SAFE, _PICKLED = "adapters.json", "adapters.safetensors", "adapters.pt"
+
+
+def save_adapters(model: nn.Module, folder: str | Path) -> None:
+    """Save the adapters of a model to a folder, with all that :func:`load_adapters` needs but the base.
+
+    Args:
+        model: after :func:`~lightning_struct.nn.add_adapters`.
+        folder: made if it is not there. It gets ``adapters.json`` (class, arguments, scale and sizes of each adapter),
+            and the weights that :func:`~lightning_struct.nn.adapter_state_dict` returns, as ``adapters.safetensors`` if
+            safetensors is installed, else as ``adapters.pt``.
+
+    Raises:
+        ValueError: the model has no adapters.
+        TypeError: the class of an adapter has an argument that the adapter does not know any more.
+    """
+    require_adapters(model)
+    layers = {}
+    for name, update, dropout in _named_updates(model):
+        layers[name] = {
+            **(structure_entry(update.adapter) or {}),
+            "options": {
+                "scale": update.given_scale,
+                "dropout": dropout,
+                "learned_diagonals": update.learned_diagonals,
+            },
+            "size": [update.adapter.out_features, update.adapter.in_features],
+        }
+    of_adapters = {parameter for _, update, _ in _named_updates(model) for parameter in update.parameters()}
+    trained = [plain_name(n) for n, p in model.named_parameters() if p.requires_grad and p not in of_adapters]
+    described = {"format": _FORMAT, "layers": layers, "trained": trained}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.detach().cpu().contiguous() for name, value in adapter_state_dict(model).items()}
+    if find_spec("safetensors"):
+        import_module("safetensors.torch").save_file(
+            {name: value.clone() for name, value in weights.items()}, folder / _SAFE
+        )
+    else:
+        torch.save(weights, folder / _PICKLED)
+    (folder / _DESCRIPTION).write_text(json.dumps(described, indent=1))
+
+
+def load_adapters(model: Model, folder: str | Path) -> Model:
+    """Add the adapters of a folder to a model, with their weights.
+
+    Args:
+        model: the base, as it was when :func:`~lightning_struct.nn.add_adapters` was called. It is changed in place.
+        folder: written by :func:`save_adapters`.
+
+    Returns:
+        ``model``; the new layer if it is a linear layer itself.
+
+    Raises:
+        FileNotFoundError: the folder has no adapters.
+        ValueError: the model has adapters already, or not the layers that the files are for, or the files hold NaN, or
+            are of a later version. The model then stays as it was.
+
+    Example:
+        >>> import tempfile
+        >>> from lightning_struct.nn import LowRank, add_adapters
+        >>> base = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        >>> trained = add_adapters(copy.deepcopy(base), LowRank)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_adapters(trained, folder)
+        ...     other = load_adapters(base, folder)
+        >>> torch.equal(other[0].update.adapter.H, trained[0].update.adapter.H)
+        True
+    """
+    if has_adapters(model):
+        raise ValueError(f"{type(model).__name__} has adapters already: merge_adapters first, or load into the base")
+    folder = Path(folder)
+    if not (folder / _DESCRIPTION).is_file():
+        raise FileNotFoundError(f"{folder} has no {_DESCRIPTION}: give the folder that save_adapters has written")
+    described = json.loads((folder / _DESCRIPTION).read_text())
+    if described.get("format") != _FORMAT:
+        raise ValueError(f"{folder / _DESCRIPTION} has format {described.get('format')}, this version reads {_FORMAT}")
+    weights = _weights(folder)
+    if wrong := [name for name, value in weights.items() if not value.isfinite().all()]:
+        raise ValueError(f"the adapters in {folder} hold NaN or infinity in {', '.join(wrong[:3])}")
+    memo: dict[int, Any] = {id(t): t.to("meta") for t in model.buffers()}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    trial = _with_adapters(copy.deepcopy(model, memo), described, folder)
+    for name, update, _ in _named_updates(trial):
+        size, given = [update.adapter.out_features, update.adapter.in_features], described["layers"][name]["size"]
+        if size != given:
+            raise ValueError(f"the adapter of {name} in {folder} is for a weight {given}, this model has {size}")
+    expected = adapter_state_dict(trial)
+    for name in expected.keys() | weights.keys():
+        there, given = ([*state[name].shape] if name in state else None for state in (expected, weights))
+        if there != given:
+            raise ValueError(f"{name} of the adapters in {folder} has the shape {given}, for this model it is {there}")
+    return load_adapter_state_dict(_with_adapters(model, described, folder), weights)
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    if (folder / _SAFE).is_file():
+        return import_module("safetensors.torch").load_file(folder / _SAFE)
+    if not (folder / _PICKLED).is_file():
+        raise FileNotFoundError(f"{folder} has neither {_SAFE} nor {_PICKLED}: copy all files of the adapters")
+    return torch.load(folder / _PICKLED, weights_only=True)
+
+
+def _with_adapters(model: Model, described: Mapping[str, Any], folder: Path) -> Model:
+    result: Any = model
+    for name, entry in described["layers"].items():
+        arguments = {key: value for key, value in entry.items() if key not in ("options", "size")}
+        try:
+            result = add_adapters(result, layer_factory(arguments), include=name or None, **entry["options"])
+        except ValueError as error:
+            raise ValueError(f"the adapters in {folder} do not fit {type(model).__name__}: {error}") from error
+    named = {plain_name(name): parameter for name, parameter in result.named_parameters(remove_duplicate=False)}
+    for name in described["trained"]:
+        if name not in named:
+            raise ValueError(f"the adapters in {folder} train {name}, which {type(model).__name__} has not")
+        named[name].requires_grad_()
+    return result
+
+
+def _named_updates(model: nn.Module) -> list[tuple[str, StructuredUpdate, float]]:
+    """The name by which add_adapters selects each layer, its update, and its dropout."""
+    found = []
+    for name, module in model.named_modules():
+        name = plain_name(name)
+        if isinstance(module, AdaptedLinear):
+            found.append((name, module.update, module.dropout))
+        elif isinstance(module, nn.MultiheadAttention):
+            parts = updated_projections(module).items()
+            found += [(f"{name}.{part}" if name else part, update, 0.0) for part, update in parts]
+    return found

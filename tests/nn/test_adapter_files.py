@@ -1,0 +1,160 @@
+"""Adapters in a folder: what is written is what is read, beside the same base and no other."""
+
+import copy
+import json
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_struct.nn import (
+    LDRSubdiagonal,
+    LowRank,
+    RandomizedHadamard,
+    adapter_state_dict,
+    add_adapters,
+    disable_adapters,
+    load_adapters,
+    save_adapters,
+)
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.BatchNorm1d(8)
+        self.up, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = self.attention(x, x, x, need_weights=False)[0].mean(1)
+        return self.head(torch.relu(self.up(self.norm(x))))
+
+
+@pytest.fixture
+def base():
+    torch.manual_seed(0)
+    return Network()
+
+
+@pytest.fixture
+def trained(base):
+    """The base with adapters of three kinds, all of whose parameters have moved."""
+    model = copy.deepcopy(base)
+    add_adapters(model, partial(LowRank, rank=2), include="up", train=["head", "*.bias"], scale=2.0, dropout=0.25)
+    add_adapters(model, LDRSubdiagonal, include="attention.q_proj", learned_diagonals="outputs")
+    add_adapters(model, RandomizedHadamard, include="attention.out_proj")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        model.norm.running_mean.fill_(0.3)
+    return model
+
+
+X = torch.randn(5, 4, 8, generator=torch.Generator().manual_seed(1))
+FORMATS = ["adapters.pt", *(["adapters.safetensors"] if find_spec("safetensors") else [])]
+
+
+@pytest.mark.parametrize("file", FORMATS)
+def test_a_base_with_the_adapters_of_a_folder_computes_the_same(base, trained, file, tmp_path, monkeypatch):
+    if file == "adapters.pt":
+        monkeypatch.setattr("lightning_struct.nn.adapter_files.find_spec", lambda name: None)
+    save_adapters(trained, tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder" / file).is_file()
+    loaded = load_adapters(base, tmp_path / "new" / "folder")
+    assert loaded is base
+    assert torch.equal(loaded.eval()(X), trained.eval()(X))
+    for name, parameter in trained.named_parameters():
+        assert loaded.get_parameter(name).requires_grad == parameter.requires_grad, name
+    assert loaded.up.dropout == 0.25
+
+
+def test_a_single_layer_is_read_back(tmp_path):
+    layer = add_adapters(nn.Linear(6, 4), LowRank)
+    layer.update.adapter.G.data.fill_(0.5)
+    base = copy.deepcopy(layer.base)
+    save_adapters(layer, tmp_path)
+    loaded = load_adapters(base, tmp_path)
+    assert torch.equal(loaded(X[..., :6]), layer(X[..., :6]))
+
+
+def test_disabled_adapters_leave_the_base_for_a_while(base, trained):
+    trained.norm.running_mean.zero_()
+    with torch.no_grad():  # the head and biases are trained as such, not by adapters
+        for name, parameter in base.named_parameters():
+            if name.startswith("head") or name.endswith("bias"):
+                own = {"up.bias": "up.base.bias", "attention.in_proj_bias": "attention.in_proj_bias"}.get(name, name)
+                parameter.copy_(trained.get_parameter(own))
+    before = trained.eval()(X)
+    with pytest.raises(RuntimeError, match="inside"), disable_adapters(trained):
+        torch.testing.assert_close(trained(X), base.eval()(X))
+        raise RuntimeError("inside")
+    assert torch.equal(trained(X), before)
+
+
+def test_without_adapters_there_is_nothing_to_save_or_disable(base, tmp_path):
+    for call in (lambda: save_adapters(base, tmp_path), lambda: disable_adapters(base).__enter__()):
+        with pytest.raises(ValueError, match="Network has no adapters"):
+            call()
+
+
+def damaged(folder, **changed):
+    file = folder / "adapters.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+
+
+def changed_layer(folder, **changed):
+    layers = json.loads((folder / "adapters.json").read_text())["layers"]
+    damaged(folder, layers={**layers, "up": {**layers["up"], **changed}})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    {
+        "another version": (lambda folder: damaged(folder, format=2), "has format 2, this version reads 1"),
+        "another rank": (lambda folder: changed_layer(folder, rank=3), r"up.update.adapter.G .* shape \[16, 2\], .* 3"),
+        "an unknown class": (lambda folder: changed_layer(folder, **{"class": "Odd"}), "class Odd, which is not known"),
+        "a layer that is not there": (
+            lambda folder: damaged(folder, layers={"down": {"class": "LowRank", "options": {}, "size": [8, 16]}}),
+            "do not fit Network: include names 'down'",
+        ),
+        "another size": (lambda folder: changed_layer(folder, size=[15, 8]), r"up .* is for a weight \[15, 8\]"),
+        "a trained name": (lambda folder: damaged(folder, trained=["tail.weight"]), "train tail.weight, which Network"),
+    }.values(),
+)
+def test_files_that_do_not_fit_are_refused_and_the_base_stays(base, trained, tmp_path, damage, message):
+    save_adapters(trained, tmp_path)
+    damage(tmp_path)
+    before = copy.deepcopy(base.state_dict())
+    with pytest.raises(ValueError, match=message):
+        load_adapters(base, tmp_path)
+    assert list(base.state_dict()) == list(before) and all(p.requires_grad for p in base.parameters())
+
+
+def test_other_bases_missing_files_and_nan_are_refused(base, trained, tmp_path):
+    save_adapters(trained, tmp_path)
+    with pytest.raises(ValueError, match="Sequential"):
+        load_adapters(nn.Sequential(nn.Linear(8, 16)), tmp_path)
+    with pytest.raises(ValueError, match="Network has adapters already"):
+        load_adapters(trained, tmp_path)
+    with pytest.raises(FileNotFoundError, match="has no adapters.json"):
+        load_adapters(base, tmp_path / "elsewhere")
+    trained.up.update.adapter.H.data[0, 0] = float("nan")
+    save_adapters(trained, tmp_path)
+    with pytest.raises(ValueError, match="hold NaN or infinity in up.update.adapter.H"):
+        load_adapters(base, tmp_path)
+    (tmp_path / "adapters.pt").unlink(missing_ok=True)
+    (tmp_path / "adapters.safetensors").unlink(missing_ok=True)
+    with pytest.raises(FileNotFoundError, match="copy all files"):
+        load_adapters(base, tmp_path)
+
+
+def test_names_of_the_saved_weights_are_those_of_the_state(trained, tmp_path):
+    save_adapters(trained, tmp_path)
+    described = json.loads((tmp_path / "adapters.json").read_text())
+    assert set(described["layers"]) == {"up", "attention.q_proj", "attention.out_proj"}
+    assert described["layers"]["up"]["size"] == [16, 8] and described["layers"]["up"]["rank"] == 2
+    assert set(described["trained"]) < set(adapter_state_dict(trained))

@@ -13,6 +13,7 @@ SMALL = {  # networks
     "mnist_autoencoder": ["--model.layer_sizes=[784,8,3]"],
     "usps_autoencoder": ["--model.layer_sizes=[256,8,3]"],
     "mnist_fnn": ["--model.network.layer_sizes=[784,8,10]"],
+    "continual_digits": ["--model.width=30", "--model.features=6", "--model.network.layer_sizes=[784,8,6]"],
     "cifar_cnn": ["--model.network.channels=2", "--model.network.hidden=8"],
     "imdb_lstm": [f"--model.network.{size}" for size in ("vocabulary_size=50", "embedding_size=4", "hidden_size=6")],
     "wikitext_lstm": ["--model.hidden_size=8", "--model.embedding_size=8"],

@@ -109,7 +109,7 @@ def _call_once_after(pl_module: Any, hook: CheckpointHook) -> None:
 def _leave_out_base(pl_module: Any, checkpoint: dict[str, Any], is_compressed: bool) -> None:
     """Take the frozen weights out of a checkpoint, and keep their norms.
 
-    What compression has made stays in: the module that the checkpoint is loaded into has it from there alone.
+    Compressed layers stay in: the module that loads the checkpoint has them from there alone.
     """
     if not has_adapters(pl_module):
         return

@@ -34,7 +34,7 @@ class Compression(Callback):
 
     After compressing, ``configure_optimizers`` is called again, so learning rates and schedulers start again, and
     ``ModelCheckpoint``, ``EarlyStopping`` and :class:`~lightning_struct.callbacks.ValidationMeritStopping` forget the
-    scores of the larger model. A :func:`~lightning_struct.nn.replacement_report` shows what became of each layer.
+    scores of the larger model. A :func:`~lightning_struct.nn.replacement_report` shows the fate of each layer.
 
     Checkpoints record which layers are structured. With this callback the Trainer makes these layers before it loads
     the weights, in ``fit``, ``validate``, ``test`` and ``predict``; a resumed run continues as if it had not stopped.

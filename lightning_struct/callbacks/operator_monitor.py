@@ -269,7 +269,7 @@ def _draw_subdiagonal(axes: Axes, subdiagonal: np.ndarray, image_size: tuple[int
 
 
 def _draw_heat_map(axes: Axes, values: np.ndarray) -> None:
-    """Draw values with zero in white, red above and blue below, or from dark to light where all have one sign.
+    """Draw values with zero in white, red above and blue below, or from dark to light if all have one sign.
 
     The most extreme thousandth of values of both signs shares the last colour, so that a few entries do not pale the
     others.

@@ -34,7 +34,7 @@ def new_figure(panels: int, width: float, height: float, needed_by: str) -> tupl
 
 
 def check_image_size(image_size: object) -> None:
-    """Raise MisconfigurationException for what is no (height, width); None is right, too."""
+    """Raise MisconfigurationException if a size is neither (height, width) nor None."""
     pair = isinstance(image_size, tuple | list) and len(image_size) == 2 and all(map(is_count, image_size))
     check("image_size", image_size, image_size is None or pair, "(height, width) in whole numbers >= 1, or None")
 
@@ -43,7 +43,7 @@ def height_and_width(count: int, image_size: tuple[int, int] | None, what: str) 
     """The size of an image of so many pixels: ``image_size``, or that of a square for None.
 
     Raises:
-        MisconfigurationException: they do not make such an image; ``what`` says in the plural what they are.
+        MisconfigurationException: the pixels do not make such an image; ``what`` is their name in the plural.
     """
     height, width = image_size or (math.isqrt(count), math.isqrt(count))
     if height * width != count:
@@ -93,7 +93,7 @@ def write_picture(figure: Figure, path: Path) -> None:
 
 
 def is_interruption(exception: BaseException) -> bool:
-    """Whether a fit was ended by Ctrl-C, or by SIGTERM, of which Lightning makes a ``SystemExit``: no failure."""
+    """Whether Ctrl-C or SIGTERM ended a fit (Lightning turns SIGTERM into ``SystemExit``): no failure."""
     return isinstance(exception, KeyboardInterrupt | SystemExit)
 
 

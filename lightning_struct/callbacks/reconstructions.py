@@ -82,7 +82,7 @@ class ReconstructionPlot(Callback):
 
     The module must return reconstructions when it is called on images, both (n, pixels) or (n, 1, height, width); a
     module with ``inputs_and_targets(batch)`` says itself where the images are, else they are the batch or its first
-    element. The first batch that is validated is drawn on trial: what cannot be drawn ends the fit in the sanity check.
+    element. The first validation batch is drawn on trial: images that cannot be drawn end the fit in the sanity check.
     matplotlib is needed, from the start: ``pip install matplotlib``.
 
     Args:

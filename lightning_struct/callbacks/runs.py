@@ -1,4 +1,4 @@
-"""The run that a callback is in: when another one begins, and what was logged in it since the last look."""
+"""The run of a callback: whether another one begins, and the values logged in it since the last look."""
 
 from __future__ import annotations
 

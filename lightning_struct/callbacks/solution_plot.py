@@ -73,8 +73,8 @@ class SolutionPlot(Callback):
     """Draws the solution of a physics-informed network, its error, and how that fell, at the end of ``fit``.
 
     ``solution.png`` is written to the log directory, by the first process, and not under ``fast_dev_run``. Its third
-    panel has ``relative_l2_error``, or ``val_loss`` where the solution is not known, of all validations; a resumed run
-    goes on with those of its checkpoint. With another Trainer or module the callback starts anew. Put it after a
+    panel has ``relative_l2_error``, or ``val_loss`` if the solution is not known, of all validations; a resumed run
+    continues those of its checkpoint. With another Trainer or module the callback starts anew. Put it after a
     callback that changes the weights at the end of ``fit``.
 
     The module has its ``equation`` and its ``network``, as
@@ -82,7 +82,7 @@ class SolutionPlot(Callback):
     ``pip install matplotlib``.
 
     Attributes:
-        records: one dict for each validation, with ``step`` and what was logged.
+        records: one dict for each validation, with ``step`` and the logged values.
         paths: files written, empty before.
 
     Raises:

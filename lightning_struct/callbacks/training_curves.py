@@ -52,7 +52,7 @@ class TrainingCurves(Callback):
         every_n_steps: training steps between two records; validations and ends of epochs are always recorded.
 
     Attributes:
-        records: one dict for each record, with ``seconds``, ``step`` and what was logged.
+        records: one dict for each record, with ``seconds``, ``step`` and the logged values.
         paths: files written, empty before.
 
     Raises:
@@ -202,7 +202,7 @@ class TrainingCurves(Callback):
         return list(dict.fromkeys(name for record in self.records for name in record))
 
     def _record_epoch(self, trainer: L.Trainer) -> None:
-        """Record what is logged once in an epoch, and not in its steps."""
+        """Record the values that are logged once in an epoch, and not in its steps."""
         logged = self._newly_logged.since_last(trainer, RECORDED_IN_TRAINING)
         self._record(trainer, logged - self._logged_in_steps_of_epoch)
 
@@ -241,7 +241,7 @@ def _set_log_scale(losses: Axes) -> None:
 
 
 def _thinned(records: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Records without a half of the older ones, of validations or of training, of which there are more.
+    """Records without half of the older ones of the larger kind: validations, or training.
 
     Of two neighbours that with more values stays.
     """

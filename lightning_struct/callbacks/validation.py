@@ -134,7 +134,7 @@ def validation_batches(trainer: L.Trainer, samples: int | None = None) -> list[A
         samples: size of a random choice from each loader, always the same, over all processes; None takes all.
 
     Returns:
-        Batches of all validation loaders, one loader after another; empty where there is no validation.
+        Batches of all validation loaders, one loader after another; empty if there is no validation.
 
     Raises:
         MisconfigurationException: ``samples`` with a loader that is not over single samples of a map-style data set.

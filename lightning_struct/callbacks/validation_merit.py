@@ -58,7 +58,7 @@ class ValidationMeritStopping(Callback):
 
     Raises:
         MisconfigurationException: an argument is out of range; at the start of fit there is no validation, or no data
-            for it, or the Trainer does not keep what is logged, or the strategy shards the weights; with SHF the module
+            for it, or the Trainer does not keep logged values, or the strategy shards the weights; with SHF the module
             has no ``inputs_and_targets``; after a validation the monitor is not logged, or in the
             first one not finite.
 
@@ -113,7 +113,7 @@ class ValidationMeritStopping(Callback):
         return gain > self.min_delta
 
     def begin_anew(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget the best so far, where the module has become another one; give present optimizers the merit."""
+        """Forget the best so far if the module has changed; give present optimizers the merit."""
         self._forget()
         self._give_merit(trainer, pl_module)
 
@@ -234,7 +234,7 @@ class ValidationMeritStopping(Callback):
                 raise MisconfigurationException(f"ValidationMeritStopping: {error}") from error
 
     def _put_back(self, trainer: L.Trainer, pl_module: L.LightningModule) -> RuntimeError | None:
-        """Put back what fits of the best weights; returns what does not."""
+        """Put back the best weights that fit; returns the names of the others."""
         if not self.restore_best or self._best_weights is None:
             return None
         weights = _with_permanent_masks(self._best_weights, pl_module.state_dict())

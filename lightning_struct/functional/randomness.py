@@ -40,7 +40,7 @@ def set_random_state(state: RandomState) -> None:
 
 @contextmanager
 def restored_random_state(state: RandomState) -> Iterator[None]:
-    """Random numbers as they came after ``state`` was taken; afterwards the generators go on where they were."""
+    """Random numbers as they came after ``state`` was taken; afterwards the generators have their earlier states."""
     _, (devices, _) = state
     with torch.random.fork_rng(devices=devices):
         set_random_state(state)
@@ -49,7 +49,7 @@ def restored_random_state(state: RandomState) -> Iterator[None]:
 
 @contextmanager
 def isolated_host_generators() -> Iterator[None]:
-    """Afterwards the global generators of Python and NumPy go on where they were: layers may draw from them, too."""
+    """Afterwards the generators of Python and NumPy have their earlier states: layers may draw from them, too."""
     numpy = sys.modules.get("numpy")  # torch does without it
     of_python, of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:

@@ -47,7 +47,7 @@ def second_moments(
     """Second moments of one use of a weight, or of a bias alone, for which ã is 1 and f the sum over positions.
 
     Args:
-        use: what the back-propagated probe adds to the weight, as rows ã and f.
+        use: the contribution of the back-propagated probe to the weight, as rows ã and f.
         groups: matrices that are stacked in the rows of the weight, each with inputs of its own.
         transposed: the weight is stored as (in, out).
         bias: ã ends in a 1.

@@ -38,7 +38,7 @@ class KroneckerRoot:
         return _solved_rows(self.inputs, _solved_columns(self.outputs, x, transpose=False), transpose=False)
 
     def solve_normal(self, x: Tensor) -> Tensor:
-        """C⁻¹ C⁻ᵀ x, by the inverses of the factors where there are: matrix products are quicker than solves."""
+        """C⁻¹ C⁻ᵀ x, by the inverses of the factors if there are any: matrix products are quicker than solves."""
         if self.inverses is None:
             return self.solve(self.solve_transpose(x))
         of_inputs, of_outputs = self.inverses
@@ -90,7 +90,7 @@ def kronecker_root(inputs: Tensor, outputs: Tensor, damping: float) -> Kronecker
 def unchecked_kronecker_root(inputs: Tensor, outputs: Tensor, damping: float) -> tuple[KroneckerRoot, Tensor]:
     """The same without waiting for the device: the root, and whether it is good, a bool tensor ().
 
-    Where it is not, :func:`kronecker_root` finds the root in float64, or raises.
+    If it is not, :func:`kronecker_root` finds the root in float64, or raises.
     """
     shifts = _shifts(inputs, outputs, damping)
     roots, good = zip(*map(_unchecked_root, (inputs, outputs), shifts), strict=True)

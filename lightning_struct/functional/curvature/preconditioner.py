@@ -26,8 +26,8 @@ def randomized_gauss_newton_diagonal(
     Args:
         linearization: the network at the current weights.
         loss: its square root of the Hessian is S.
-        targets: what the loss compares the n outputs with.
-        probe: signs shaped like the outputs, where they must be known beforehand; drawn if not given.
+        targets: of the n outputs, as the loss takes them.
+        probe: signs shaped like the outputs, if they must be known beforehand; drawn if not given.
         generator: for the draw.
 
     Returns:
@@ -54,8 +54,8 @@ def empirical_fisher_diagonal(
 
     Args:
         linearization: the network at the current weights.
-        loss: the loss of one sample is what is differentiated.
-        targets: what the loss compares the n outputs with.
+        loss: its value for one sample is differentiated.
+        targets: of the n outputs, as the loss takes them.
 
     Returns:
         A tensor for each parameter, of its shape and dtype.
@@ -96,7 +96,7 @@ def fisher_scaling(diagonal: Tensor, damping: float) -> Tensor:
 
     Args:
         diagonal: F >= 0, of any shape and floating dtype, as :func:`empirical_fisher_diagonal` returns it.
-        damping: λ; where it is 0, c is infinite where F is 0.
+        damping: λ; if it is 0, c is infinite where F is 0.
 
     Returns:
         c, of the shape and dtype of F.

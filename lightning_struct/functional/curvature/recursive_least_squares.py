@@ -279,7 +279,7 @@ class RankOneInverse(InverseAutocorrelation):
 
 
 def _difference(mean: Tensor, applied: Tensor, h: Tensor, weight: float) -> Tensor:
-    """v = √(w/h) u, shorter where the P - vvᵀ would else be at rounding along x̄: large inputs make it indefinite."""
+    """v = √(w/h) u, shorter if the P - vvᵀ would else be at rounding along x̄: large inputs make it indefinite."""
     finfo = torch.finfo(mean.dtype)
     # x̄ᵀP x̄, of which the update leaves the part 1 - w/h · x̄ᵀP x̄
     energy = torch.linalg.vecdot(mean, applied).clamp_(min=finfo.tiny)

@@ -187,7 +187,7 @@ class Linearize(_Autograd):
 def _refuse_lost_writes(trace: GraphModule) -> None:
     """Raise RuntimeError for an in-place operation that takes effect by its write alone.
 
-    A write to what nothing else reads does no harm (``num_batches_tracked`` of batch normalisation).
+    A write to a tensor that nothing else reads does no harm (``num_batches_tracked`` of batch normalisation).
     """
     for node in trace.graph.nodes:
         schema = getattr(node.target, "_schema", None)

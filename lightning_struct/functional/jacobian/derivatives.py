@@ -1,4 +1,4 @@
-"""Partial derivatives of a function of points, one coordinate at a time: what differential equations are made of."""
+"""Partial derivatives of a function of points, one coordinate at a time, as in differential equations."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def linearize(
         function: a module, which is called as ``functional_call(function, params, args)``, or a function of
             ``(params, *args)``. It returns one tensor (n, ...) whose row i depends on row i of the tensors in ``args``.
             A module's buffers are left as they are, and its parameters outside ``params`` are constants.
-        params: name -> tensor, float32 or float64: the point, and what is differentiated.
+        params: name -> tensor, float32 or float64: the variables, at the point of the derivative.
         *args: passed on; tensors among them, and those in dicts that have as many rows, have the batch as their first
             dimension.
         backend: ``"layer_rules"``: hand-written rules, for a module that is a chain of Linear and elementwise layers,
@@ -114,7 +114,7 @@ def linearize(
 
 
 def _layer_chain(function: Function, params: Parameters, args: tuple[Any, ...]) -> LayerChain | None:
-    """The chain, if it is one. A chain draws no random numbers; what a run in vain has drawn is put back."""
+    """The chain, if it is one. A chain draws no random numbers; after a failed trial the generators are set back."""
     if not isinstance(function, nn.Module):
         return None
     with restored_random_state(random_state(*args)):

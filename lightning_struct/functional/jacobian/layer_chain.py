@@ -29,7 +29,7 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 @dataclass
 class _Linear:
-    """z = a Wᵀ + b. ``weight_name`` and ``bias_name`` are None for what is not differentiated."""
+    """z = a Wᵀ + b. ``weight_name`` and ``bias_name`` are None if they are not differentiated."""
 
     inputs: Tensor
     weight: Tensor

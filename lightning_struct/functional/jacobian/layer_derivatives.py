@@ -24,7 +24,7 @@ from lightning_struct.functional.layers.registry import padding
 
 
 class LayerDerivative(ABC):
-    """A layer at one call: what it returns for some tensors (inputs, weights, biases), and its derivative there."""
+    """A layer at one call: its outputs for some tensors (inputs, weights, biases), and its derivative there."""
 
     @abstractmethod
     def outputs(self) -> tuple[Tensor, ...]:
@@ -36,7 +36,7 @@ class LayerDerivative(ABC):
 
     @abstractmethod
     def push_forward(self, tangents: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        """The tangents of the outputs by those of the tensors, of which None stands for zero; new tensors."""
+        """The tangents of the outputs by those of the tensors, with None for zero; new tensors."""
 
 
 def call_with_derivative(make: Callable[..., LayerDerivative], *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -164,7 +164,7 @@ def call_convolution(layer: Any, input: Any) -> Any:
 
 
 def _padding(layer: Any) -> tuple[int, ...] | None:
-    """Zeros on both sides of each dimension; None where there is something else, or more on one side."""
+    """Zeros on both sides of each dimension; None if there is something else, or more on one side."""
     pairs = padding(layer)
     if layer.padding_mode != "zeros" or any(before != after for before, after in pairs):
         return None

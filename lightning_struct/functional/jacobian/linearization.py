@@ -17,7 +17,7 @@ class Linearization(ABC):
     """A network at one point: its outputs and the products with its Jacobian J there.
 
     Attributes:
-        outputs: (n, ...), what the network returned; detached.
+        outputs: (n, ...), of the network; detached.
         backend: which one of ``linearize`` gives the products; with chunks, the one that is used inside each of them.
     """
 

@@ -136,7 +136,7 @@ class CrossEntropy:
         return targets.long() != self.ignore_index  # to torch -100 equals 156 in uint8
 
     def _labels(self, targets: Tensor) -> Tensor:
-        """The class indices, with one that exists where a position does not count."""
+        """The class indices, with an existing one at positions that do not count."""
         return targets.long().where(self._counted(targets), 0)
 
     def _root_of_share(self, outputs: Tensor, targets: Tensor) -> Tensor | float:

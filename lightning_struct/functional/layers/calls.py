@@ -1,4 +1,4 @@
-"""One call of a layer: what it read and returned, and what came back to it."""
+"""One call of a layer: its inputs and outputs, and the gradients that came back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REQUIRED: Any = object()
 
 
 def admissible_sizes(samples: Samples) -> list[int] | None:
-    """The sizes that n may have, in order; None where the first dimension decides.
+    """The sizes that n may have, in order; None if the first dimension decides.
 
     Example:
         >>> admissible_sizes(4), admissible_sizes({8, 4}), admissible_sizes(None)
@@ -28,12 +28,12 @@ def admissible_sizes(samples: Samples) -> list[int] | None:
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """One call of a layer, and what came back to it.
+    """One call of a layer, and the gradients that came back.
 
     Attributes:
         layer: the layer.
-        args, kwargs: what it was called with.
-        outputs: what it returned; None where no rule of the layer asks for it.
+        args, kwargs: of the call.
+        outputs: of the call; None if no rule of the layer asks for them.
         cotangents: gradients of the loss in the tensors of ``outputs``, in their order; None for those that got none.
         samples: n, or the sizes that n may have; None: the size of the first dimension.
         rows: sample of each row, (rows,), by the number of rows: of what has other rows than samples, as the nodes and

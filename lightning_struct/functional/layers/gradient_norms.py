@@ -54,7 +54,7 @@ def per_sample_gradient_norms(module: nn.Module) -> Iterator[GradientNorms]:
     """Measure, inside the context, the squared gradient norm of every sample in an ordinary forward and backward pass.
 
     Exact, of all trainable parameters that get a gradient; frozen ones are not counted. See
-    :class:`GradientNormRecorder` for what is covered. Where the gradients are None at first, each is compared with the
+    :class:`GradientNormRecorder` for what is covered. If the gradients are None at first, each is compared with the
     sum of what was measured of it, so that a weight that is used outside of its layer too, as the transposed one of a
     tied decoder, is an error when ``squared_norms`` is read.
 
@@ -120,7 +120,7 @@ def required_batch_size(
         theta: θ > 0, the relative error that the gradient may have; infinite: any.
 
     Returns:
-        An integer in [1, N]; 1 where θ is infinite, else N where the gradient is zero (with a stream that is an error).
+        An integer in [1, N]; 1 if θ is infinite, else N if the gradient is zero (with a stream that is an error).
 
     Raises:
         ValueError: an argument out of range.

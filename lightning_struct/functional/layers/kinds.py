@@ -74,8 +74,8 @@ class LayerKind:
         parameters: names of the parameters of their own that their ``forward`` uses.
         hidden_layers: layers below them whose parameters their ``forward`` uses without calling them.
         rule: how to read off each sample's share, instead of the rule of ``base``.
-        declared: by ``register_layer``; layers are then checked to be what was declared.
-        recognized: by what a layer computed (see :mod:`~lightning_struct.functional.layers.recognition`).
+        declared: by ``register_layer``; layers are then checked against the declaration.
+        recognized: by the results of a layer (see :mod:`~lightning_struct.functional.layers.recognition`).
         forms: how the parameters scale and shift the features, by the number of dimensions of the input, for layers
             without matrices that were recognized by that.
     """

@@ -32,7 +32,7 @@ class _Probed(NamedTuple):
     Attributes:
         layer: the layer.
         edges: of the graph, where the cotangents arrive.
-        read: its contributions, given the cotangents; raises Uncovered where the samples cannot be told apart.
+        read: its contributions, given the cotangents; raises Uncovered if the samples cannot be told apart.
     """
 
     layer: nn.Module

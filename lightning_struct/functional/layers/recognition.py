@@ -1,4 +1,4 @@
-"""Layers of unknown types, recognised by what they compute.
+"""Layers of unknown types, recognised by their results.
 
 Libraries spell the same layers in many ways: ``LlamaRMSNorm``, ``Conv1D``, a ``LayerNorm`` that counts its channels
 first, an ``LSTM`` that takes lengths. Their names say little and their code cannot be read, but they can be run: a copy
@@ -39,7 +39,7 @@ _recognized: WeakKeyDictionary[type[nn.Module], dict[Any, LayerKind | None]] = W
 
 
 def recognized_kind(layer: nn.Module) -> LayerKind | None:
-    """The kind of a layer whose type has none, by what it computes; None where that is nothing known."""
+    """The kind of a layer whose type has none, by its results; None if they are of no known kind."""
     if not _may_be_tried(layer):
         return None
     known = _recognized.setdefault(type(layer), {})

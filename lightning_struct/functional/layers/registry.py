@@ -35,7 +35,7 @@ def register_layer(
 ) -> Any:
     """Declare a type of layers, once for per-sample gradient norms, Kronecker factors, RLS and ``replace_linear``.
 
-    Exactly one of ``matrix``, ``like`` and ``rule`` says what a layer of the type computes. The declaration holds for
+    Exactly one of ``matrix``, ``like`` and ``rule`` describes a layer of the type. The declaration holds for
     the type and for its subclasses that do not override ``forward``, and replaces an earlier one. Declare before an
     optimizer or a recorder is made.
 
@@ -142,7 +142,7 @@ def unregister_layer(layer_type: type[nn.Module]) -> None:
 
 
 def kind_of(layer: nn.Module) -> LayerKind | None:
-    """The kind of the layer's type, of the base whose ``forward`` it has, or by what it computes; None without one.
+    """The kind of the layer's type, of the base whose ``forward`` it has, or by its results; None without one.
 
     Raises:
         ValueError: the type was declared by a matrix that the layer does not have.

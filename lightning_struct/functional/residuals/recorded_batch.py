@@ -53,7 +53,7 @@ class BatchRecords:
     def record_of(
         self, blocks: Parameters, params: Parameters, args: tuple[Any, ...], context: Context
     ) -> RecordedBatch | None:
-        """A whole batch, by a record that gives its blocks at ``params``; None where there is none."""
+        """A whole batch, by a record that gives its blocks at ``params``; None if there is none."""
         if self.refused:
             return None
         inputs = BatchInputs(args, next(iter(blocks.values())))
@@ -203,7 +203,7 @@ def without_writes(
     ``vmap`` cannot write a batch to a tensor that has none, as to the state from which a recurrent layer starts.
 
     Returns:
-        None where the graph has no such operation.
+        None if the graph has no such operation.
     """
     if not any(writes_in_place(node.target) for node in graph.graph.nodes):
         return None

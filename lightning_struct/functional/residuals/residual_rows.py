@@ -7,7 +7,7 @@ module is recorded once for a single row, as operations on tensors; derivatives 
 rows. That a record gives the residuals of the module is checked in every batch, and that it gives their derivative
 once; where J is large, at some of the points.
 
-Where the residuals alone are wanted, a batch may be recorded as a whole, too: see ``recorded_batch``.
+If the residuals alone are wanted, a batch may be recorded as a whole, too: see ``recorded_batch``.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class BatchResiduals:
     def product_counts(self) -> list[Mapping[str, int]] | None:
         """For each block, name of a weight -> the outer products that a row of its columns of J is the sum of.
 
-        None where the rows of a block cannot be told apart.
+        None if the rows of a block cannot be told apart.
         """
         rows = [self._known_rows(name) or self._checked_rows(name) for name in self.blocks]
         counts: list[Mapping[str, int]] = [rows_of.record.products.counts for rows_of in rows if rows_of is not None]
@@ -167,7 +167,7 @@ class BatchResiduals:
         return rows if rows is not None and rows.record.derivative_is_checked else None
 
     def _checked_rows(self, name: str) -> _Rows | None:
-        """A block row by row, by a record whose derivative is that of the module; None where there is none."""
+        """A block row by row, by a record whose derivative is that of the module; None if there is none."""
         rows = self._by_rows()[name]
         if rows is None or rows.record.derivative_is_checked:
             return rows
@@ -237,7 +237,7 @@ class RowRecords:
     def rows_of(
         self, name: str, block: Tensor, params: Parameters, args: tuple[Any, ...], context: Context
     ) -> _Rows | None:
-        """A block row by row, by a record that gives its values at ``params``; None where there is none."""
+        """A block row by row, by a record that gives its values at ``params``; None if there is none."""
         rows = self.kept_rows_of(name, block, args)
         if rows is not None and rows.give(block, params):
             return rows
@@ -302,7 +302,7 @@ class _Record:
 
     Attributes:
         graph: the graph; it returns the residuals of the row, (k,).
-        products: what gives its gradients.
+        products: that give its gradients.
         derivative_is_checked: whether its Jacobian was compared with the module's.
     """
 

@@ -1,6 +1,6 @@
 """Gradients of one recorded function in its weight matrices, as sums of the outer products that they are made of.
 
-Where a record multiplies by a weight matrix, x Wᵀ or x W, and does nothing else with it, the gradient in W is a sum of
+If a record multiplies by a weight matrix, x Wᵀ or x W, and does nothing else with it, the gradient in W is a sum of
 outer products over the multiplications: of what is multiplied, x, and of the derivative of the result. Both are a few
 vectors, where W is a matrix.
 """
@@ -117,7 +117,7 @@ def _ancestors_of_output(graph: Graph) -> set[Node]:
 
 
 def _uses_of(name: str, node: Node, turned: bool = False) -> Iterator[tuple[Node, _Use | None]]:
-    """The products with a weight, or with a view of it; None for what else is done with it."""
+    """The products with a weight, or with a view of it; None if it is also used in another way."""
     for user in node.users:
         if user.target in _SAME:
             yield from _uses_of(name, user, turned)
@@ -134,7 +134,7 @@ def _uses_of(name: str, node: Node, turned: bool = False) -> Iterator[tuple[Node
 def _probed(module: GraphModule, uses: Mapping[Node, _Use]) -> GraphModule:
     """A record of (all leaves of its arguments, a probe per use), the probes added to the products with weights.
 
-    It returns the residuals, and what was multiplied.
+    It returns the residuals, and the factors of the products.
     """
     graph, copies = Graph(), dict[Node, Node]()
     residuals: Any = graph.graph_copy(module.graph, copies)[0]  # type: ignore[index]

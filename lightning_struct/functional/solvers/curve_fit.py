@@ -315,7 +315,7 @@ def _fits(
 
 
 def inverse_of_normal_matrices(J: Tensor, held: Tensor) -> Tensor:
-    """(JᵀJ)⁻¹, (B, P, P), by the columns of J scaled to norm one; infinite where J is singular, zero where held."""
+    """(JᵀJ)⁻¹, (B, P, P), by the columns of J scaled to norm one; infinite if J is singular, zero where held."""
     norms = torch.linalg.vector_norm(J, dim=1)
     scale = torch.where(norms > 0, norms, 1.0)
     R = torch.linalg.qr((J / scale[:, None]).nan_to_num(), mode="r")[1]

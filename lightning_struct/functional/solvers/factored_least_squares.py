@@ -117,10 +117,10 @@ class GramLeastSquares(_AllDampings):
 
     Args:
         jacobian: J, (N, P), float32 or float64, finite, a matrix or a :class:`~lightning_struct.functional.Jacobian`;
-            its rows here, where they are distributed over processes.
+            its rows here, if they are distributed over processes.
         rows: N over all processes; if not given, that of ``jacobian``.
         all_reduce: sums a tensor over processes.
-        all_gather: puts the rows of all processes together, where there are several.
+        all_gather: puts the rows of all processes together, if there are several.
 
     Attributes:
         jacobian: J, its rows here.

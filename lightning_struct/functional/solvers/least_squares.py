@@ -273,7 +273,7 @@ class _Problem:
         return self._with_rows([t / scale for t in known], u), dot(known, known)
 
     def _with_rows(self, x: list[Tensor], u: list[Tensor]) -> list[Tensor]:
-        """C⁻ᵀ x, and what the rows that are appended add."""
+        """C⁻ᵀ x, and the contribution of the appended rows."""
         if not self.rows_in_operator:
             return self._solve_transpose(x)
         below = u[self._count :]

@@ -12,7 +12,7 @@ class LineSearchResult:
     """End of a line search.
 
     Attributes:
-        step_length: s; 0 where no step was good enough.
+        step_length: s; 0 if no step was good enough.
         value: f(w + s d).
         evaluations: values looked at, a known ``first_value`` among them.
     """
@@ -43,7 +43,7 @@ def armijo(
         alpha: in (0, 1), the share of the slope's promise that must be kept.
         shrink: in (0, 1), s is multiplied by it.
         max_backtracks: bound on the shrinkings; the paper has none.
-        first_value: function(1), where it is known already.
+        first_value: function(1), if it is known already.
 
     Returns:
         LineSearchResult: step length, value and the number of evaluations.

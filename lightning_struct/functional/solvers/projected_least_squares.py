@@ -161,7 +161,7 @@ class _Basis:
         return self._sum(self.rows @ vector)
 
     def append(self, vector: Tensor) -> Tensor:
-        """Append what a vector (n,) has beside the basis, of unit norm; return its norm (), 0 if it has nothing.
+        """Append the part of a vector (n,) outside of the basis, at unit norm; return its norm (), 0 if there is none.
 
         A pass that leaves less than a part of the vector leaves rounding errors, too, so that another one follows
         (Daniel et al. 1976). Where each pass does, there are only rounding errors: the basis spans all that is reached.

@@ -1,4 +1,4 @@
-"""Structured layers, what puts them into models, and initial values: on torch alone."""
+"""Structured layers, their place in models, and initial values: on torch alone."""
 
 from lightning_struct.nn.adapter_files import load_adapters, save_adapters
 from lightning_struct.nn.adapters import (

@@ -52,7 +52,7 @@ def add_adapters(
         torch.save(adapter_state_dict(model), "adapters.pt")
         model = merge_adapters(model)
 
-    Until it is trained, the model computes what it computed before. Linear layers are ``nn.Linear``, layers that were
+    Until it is trained, the model gives the same outputs as before. Linear layers are ``nn.Linear``, layers that were
     declared or are recognised as linear (transformers' ``Conv1D``), 1 x 1 convolutions without groups or padding, and
     the projections of ``nn.MultiheadAttention``, which are selected as ``q_proj``, ``k_proj``, ``v_proj`` and
     ``out_proj`` below its name. Each becomes an :class:`AdaptedLinear` whose ``base`` is the old layer, with its hooks
@@ -71,8 +71,8 @@ def add_adapters(
         include: names ("encoder.0"), patterns ("encoder.*.up"), modules, classes of modules, or functions of (name,
             module). All except functions include everything below them. None: all layers.
         exclude: layers that get no adapter, given likewise.
-        train: what else is trained: names or patterns of modules ("head") and of parameters ("*.bias"), modules, and
-            classes of modules.
+        train: further weights to train: names or patterns of modules ("head") and of parameters ("*.bias"), modules,
+            and classes of modules.
         scale, dropout, learned_diagonals: as for :class:`AdaptedLinear`. Updates of attention weights have no dropout.
 
     Returns:

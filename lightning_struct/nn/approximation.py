@@ -34,7 +34,7 @@ _LARGEST_LOG_RANGE = 12.0
 
 
 def relative_error(matrix: Tensor, target: Tensor) -> float:
-    """‖matrix - target‖ / ‖target‖ in the Frobenius norm; the numerator alone where the target is zero."""
+    """‖matrix - target‖ / ‖target‖ in the Frobenius norm; the numerator alone if the target is zero."""
     error = torch.linalg.vector_norm(matrix.detach() - target)
     norm = torch.linalg.vector_norm(target)
     return float(error / norm if norm > 0 else error)
@@ -81,10 +81,10 @@ def stein_residual(M: Tensor, a: SubdiagonalOperator, b: SubdiagonalOperator) ->
 def refine_(weights: Sequence[Tensor], to_dense: Callable[[], Tensor], target: Tensor, iterations: int) -> None:
     """Lower ‖M - target‖ over the weights of M by L-BFGS, in place; never ends higher than it started.
 
-    Where it takes longer than some seconds, a progress bar shows the relative error on a terminal.
+    If it takes longer than some seconds, a progress bar shows the relative error on a terminal.
 
     Args:
-        weights: leaf tensors in float64, of which M is made.
+        weights: leaf tensors in float64 that make M.
         to_dense: makes M, (m, n), with gradients to the weights.
         target: (m, n), float64.
         iterations: at most.
@@ -126,7 +126,7 @@ def refine_(weights: Sequence[Tensor], to_dense: Callable[[], Tensor], target: T
 
 
 def progress_bar(total: int, unit: str) -> Any:
-    """tqdm's, on a terminal after some seconds, or what torch has in place of it where that is not installed."""
+    """tqdm's, on a terminal after some seconds, or torch's own if it is not installed."""
     return tqdm(total=total, unit=unit, delay=3.0, leave=False, disable=not sys.stderr.isatty())
 
 
@@ -146,7 +146,7 @@ def fit_subdiagonals(
 ) -> tuple[SubdiagonalOperator, SubdiagonalOperator]:
     """Lower ‖W - A W Bᵀ - G Hᵀ‖ over A, B, G and H by least squares for A and G, and for B and H, in turn.
 
-    Where it takes longer than some seconds, a progress bar shows the sweeps on a terminal.
+    If it takes longer than some seconds, a progress bar shows the sweeps on a terminal.
 
     Args:
         W: (m, n), float64.
@@ -239,7 +239,7 @@ class BalancedCoordinates:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Set the parameters of the layer to what the variables say."""
+        """Set the parameters of the layer to the variables."""
         for side, operator, generators in zip(
             self._sides, self.layer.operators, (self.layer.G, self.layer.H), strict=True
         ):
@@ -304,7 +304,7 @@ def _corners_of_scale(d: Tensor, corners: Tensor) -> Tensor:
 def log_range(subdiagonal: Tensor) -> Tensor:
     """The range of log|d| over the entries d of that D, () float64: of log|s_1 ... s_k| less its trend.
 
-    It is infinite where an entry is zero.
+    It is infinite if an entry is zero.
     """
     logarithms = subdiagonal.double().abs().log()
     if not len(logarithms):

@@ -24,7 +24,7 @@ class StructuredAttention(nn.Module):
         q_proj: makes queries (..., embed_dim) of (..., embed_dim).
         k_proj: makes keys, (..., embed_dim).
         v_proj: makes values, (..., embed_dim).
-        out_proj: makes outputs of what the heads give, (..., embed_dim).
+        out_proj: from the heads' results, (..., embed_dim), to the outputs.
         embed_dim: the features of queries and outputs.
         num_heads: a divisor of ``embed_dim``.
         dropout: probability for the attention weights, in training.
@@ -87,7 +87,7 @@ class StructuredAttention(nn.Module):
             query: (L, N, E), or (N, L, E) if ``batch_first``, or (L, E).
             key: (S, N, features), likewise.
             value: (S, N, features), likewise.
-            key_padding_mask: (N, S) or (S,): True where a key is ignored, or what is added to the scores.
+            key_padding_mask: (N, S) or (S,): True for ignored keys, or numbers to be added to the scores.
             need_weights: whether the weights are returned, for which they must be formed.
             attn_mask: (L, S) or (N * heads, L, S), likewise.
             average_attn_weights: whether the weights are averaged over the heads.

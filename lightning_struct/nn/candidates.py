@@ -26,9 +26,9 @@ class Option:
     """One way to store a layer.
 
     Attributes:
-        layer: what stands in its place; None: it stays.
+        layer: its replacement; None: it stays.
         parameters: numbers in its weight.
-        loss_increase: of the whole model on the data, when this layer alone is replaced; 0 where the loss falls.
+        loss_increase: of the whole model on the data, when this layer alone is replaced; 0 if the loss falls.
     """
 
     layer: nn.Module | None

@@ -175,7 +175,7 @@ def is_pointwise(layer: nn.Module) -> bool:
 
 
 def why_not_pointwise(convolution: Any) -> str | None:
-    """The reason why a convolution is no map of each pixel's channels, and what takes it; None if it is one."""
+    """The reason why a convolution is no map of each pixel's channels, with the function that takes it; or None."""
     if type(convolution) not in CONVOLUTIONS:
         return f"{type(convolution).__name__} is a class of its own, which may compute something else"
     reason = why_not_patches(convolution)

@@ -116,7 +116,7 @@ class GeneratorLinear(StructuredLinear):
         return f"{super().extra_repr()}, rank={self.rank}{pad}"
 
     def _add_operators(self, device: Device, dtype: Dtype) -> None:
-        """Register the parameters or buffers of the operators, where the class has any."""
+        """Register the parameters or buffers of the operators, if the class has any."""
 
     def _sum_of_squares(self) -> float:
         """The expectation of ‖M‖² (Frobenius, after M is cut) for r = 1 and G, H of unit variance."""

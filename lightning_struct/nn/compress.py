@@ -89,7 +89,7 @@ def compress(
         loss: called as ``loss(model, batch)``, returns () for a batch; batches count alike, whatever their sizes. With
             the error rate, ``max_loss_increase`` is a loss of accuracy. None: the change of the outputs, ‖f̂(x) -
             f(x)‖² / ‖f(x)‖², where x is the batch or its first item; it needs no labels.
-        candidates: function that returns, for an ``nn.Linear``, what may take its place: classes or their
+        candidates: function that returns, for an ``nn.Linear``, its possible replacements: classes or their
             ``from_linear``, in partials. A candidate with an infinite or undefined loss is left out. None: low rank
             with 1/2, 1/3, 1/4, 1/6, ... to 1/64 of the parameters of the layer, and Monarch matrices of 2, 4, 8 and 16
             blocks.
@@ -246,7 +246,7 @@ def _measured_options(
     measured: Callable[[nn.Module], float],
     start: float,
 ) -> list[list[Option]]:
-    """For each layer: as it is, and the candidates that are smaller, each with what it costs."""
+    """For each layer: as it is, and the candidates that are smaller, each with its cost."""
     every: list[list[Option]] = []
     with progress_bar(len(places), "layer") as bar:
         for names in places:

@@ -193,7 +193,7 @@ class RandomizedHadamard(_HadamardLinear):
     with zeros before a transform, and cut after it. There are t k parameters, and M is linear in them.
 
     Randomised Hadamard transforms are those of Ailon and Chazelle (2006); with learned S and T besides, and one term, M
-    is :class:`Fastfood`. What is random is the same in each layer of the same size, and is not saved. It is meant for
+    is :class:`Fastfood`. Random parts are the same in each layer of the same size, and are not saved. It is meant for
     :func:`add_adapters`, where VeRA (`arXiv 2310.11454 <https://arxiv.org/abs/2310.11454>`__) has frozen random
     matrices: here a product takes O(n log n), and nothing frozen is stored.
 
@@ -278,7 +278,7 @@ class RandomizedHadamard(_HadamardLinear):
         return HadamardTerms(self.G, self.output_signs, self.input_signs, self.order, self.length)
 
     def _start_near(self, weight: Tensor) -> None:
-        """Project what is left of the weight on one term after the other, which are nearly orthogonal."""
+        """Project the rest of the weight on one term after the other, which are nearly orthogonal."""
         self.G.zero_()
         squared_norm = self.in_features * self.out_features / self.length**2  # of M with a single one in G
         for term in range(self.terms):

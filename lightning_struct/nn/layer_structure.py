@@ -47,7 +47,7 @@ def layer_structure(model: nn.Module) -> Structure:
         model: any.
 
     Returns:
-        The class of each structured layer and its arguments, by the name of what it stands for.
+        The class of each structured layer and its arguments, by the name of the layer that it replaces.
 
     Raises:
         TypeError: a layer's class has an argument that is not an attribute of the layer, or no plain value.

@@ -288,7 +288,7 @@ class MethodChoices:
         """The choices of :meth:`to_tensor`; also those of version 0.2: method, magnitude (-1: none), products.
 
         Returns:
-            None where there are none to be read, as of a checkpoint that was averaged or converted to another dtype.
+            None if there are none to be read, as of a checkpoint that was averaged or converted to another dtype.
         """
         if tensor.dtype != torch.int64 or tensor.is_meta or tensor.shape not in ((3,), (2 + _MAGNITUDES,)):
             return None
@@ -355,7 +355,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         """The detrended log-ranges of A and B, () each.
 
         That is max - min of log|P| less its trend, with P the cumulative products of the subdiagonal. By e to its power
-        the method ``"scaled"`` loses digits. It is infinite where an entry is zero.
+        the method ``"scaled"`` loses digits. It is infinite if an entry is zero.
         """
         a, b = (log_range(subdiagonal.detach()) for subdiagonal in (self.subdiagonal_a, self.subdiagonal_b))
         return a, b

@@ -283,7 +283,7 @@ class Butterfly(StructuredLinear):
 
 
 def _random_orthogonal_(factor: Tensor) -> None:
-    """Fill with orthogonal blocks, times a number where they have fewer rows: lengths remain on average."""
+    """Fill with orthogonal blocks, times a number if they have fewer rows: lengths remain on average."""
     rows, columns = factor.shape[-2:]
     gaussian = torch.randn_like(factor if rows >= columns else factor.mT, dtype=computing_dtype(factor))
     Q, R = torch.linalg.qr(gaussian)

@@ -32,7 +32,7 @@ class StructuredLSTM(nn.Module):
         hidden_size: h.
         factory: called as ``factory(in_features, out_features, bias=bias)`` for the input-hidden matrices, such as
             ``nn.Linear``.
-        num_layers: levels, each of which reads the outputs of the one before.
+        num_layers: levels; each reads the outputs of the one before.
         bias: add a vector to each gate. It belongs to the input-hidden layers.
         batch_first: inputs and outputs are (batch, steps, ...) where else they are (steps, batch, ...).
         dropout: probability for the outputs of every level but the last.

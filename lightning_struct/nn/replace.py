@@ -136,7 +136,7 @@ def selected_layers(
     """The selected layers, with all of their names. The reasons for which others are left are kept for the report.
 
     Args:
-        model: searched with everything below it, but what structured layers are made of.
+        model: searched with everything below it, except the inner modules of structured layers.
         selection: of the caller.
         stands_for: see :func:`called_attention`.
         caller: the function that replaces layers, for the reasons.
@@ -206,7 +206,7 @@ def called_attention(
 def put_in_place(model: Model, places: list[tuple[str, nn.Module]]) -> Model:
     """The model with modules at places, by their names; the one without a name in place of the model itself.
 
-    Warnings say what is lost by that.
+    Warnings name the losses.
     """
     replaced = [name for name, _ in places]
     names: dict[int, list[str]] = {}
@@ -285,7 +285,7 @@ def check_has_shape(weight: Tensor) -> None:
 
 
 def log_replacement(name: str, old: nn.Module, new: nn.Module) -> None:
-    """Log at level INFO what stands in place of a layer."""
+    """Log at level INFO the replacement of a layer."""
     if isinstance(new, StructuredLinear):
         error = "" if new.approximation_error is None else f", relative error {new.approximation_error:.3g}"
         ratio = new.compression_ratio

@@ -1,4 +1,4 @@
-"""Reports: what is structured in a model, what was left and why, and how sensitive a matrix is to its weights."""
+"""Reports: structured and other layers of a model, and the sensitivity of a matrix to its weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def note_left(layer: nn.Module, reason: str) -> None:
 
 
 class ReplacementReport(str):
-    """A table of structured layers, and what was left, as text.
+    """A table of structured layers and of the layers that were left, as text.
 
     Attributes:
         skipped: the reason for which a layer with a matrix was left as it is, by its name.
@@ -130,7 +130,7 @@ def reasons_as_text(reasons: Mapping[str, str]) -> str:
 
 
 def _class_of(layer: StructuredLinear) -> str:
-    """The class and what tells the layer from others of it, as ``LowRank(rank=2)``."""
+    """The class with the arguments that tell its layers apart, as ``LowRank(rank=2)``."""
     arguments = layer.extra_repr().partition(f"bias={layer.bias is not None}")[2].lstrip(", ").replace(" ", "")
     return f"{type(layer).__name__}({arguments})" if arguments else type(layer).__name__
 

@@ -27,7 +27,7 @@ class Selection:
     ``out_proj`` below its name.
 
     Args:
-        model: what names begin from.
+        model: root of the names.
         include: None: all.
         exclude: None: nothing.
 

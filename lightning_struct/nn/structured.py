@@ -1,4 +1,4 @@
-"""StructuredLinear: what all structured layers have in common."""
+"""StructuredLinear, the base class of all structured layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Free memory for what an optimizer keeps, and the error where it does not suffice."""
+"""Free memory for the state of an optimizer, and the error if it does not suffice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_memory(what: str, needed: Mapping[str, tuple[int, str]], device: torch
 
     Args:
         what: the beginning of the message, a plural, as "The matrices P of RLS".
-        needed: by the name of what is kept, its bytes and a description.
+        needed: by the name of the state, its bytes and a description.
         device: where.
         remedy: the end of the message.
 
@@ -46,7 +46,7 @@ def fits_memory(needed: Mapping[str, tuple[int, str]], device: torch.device) -> 
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Free bytes of a device; None where that cannot be asked."""
+    """Free bytes of a device; None if that cannot be asked."""
     if device.type == "cuda":
         return (
             torch.cuda.mem_get_info(device)[0]

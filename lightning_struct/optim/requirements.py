@@ -30,12 +30,12 @@ def check_module(module: Any, optimizer: str, reason: str) -> None:
     """Raise unless this is a module.
 
     Args:
-        module: what was given.
+        module: the given value.
         optimizer: name of the optimizer.
-        reason: what it does with the module, as a relative clause.
+        reason: the optimizer's use of the module, as a relative clause.
 
     Raises:
-        TakesModule: see above; the message says what to give instead.
+        TakesModule: see above; the message names the right argument.
     """
     if not isinstance(module, nn.Module):
         raise TakesModule(
@@ -50,7 +50,7 @@ def refuse_distributed_tensors(named: Mapping[str, nn.Parameter], reason: str) -
 
     Args:
         named: name -> parameter.
-        reason: what needs them whole, with its verb.
+        reason: the part that needs them whole, with its verb.
 
     Raises:
         ValueError: one is; it is named.
@@ -78,7 +78,7 @@ def refuse_lazy(named: Mapping[str, nn.Parameter], optimizer: str) -> None:
 
 
 def refuse_replaced(replaced: Sequence[str], optimizer: str) -> None:
-    """Raise where a module has other parameters than those that are trained.
+    """Raise if a module has other parameters than the trained ones.
 
     Args:
         replaced: names of those that it has no more.
@@ -95,7 +95,7 @@ def refuse_replaced(replaced: Sequence[str], optimizer: str) -> None:
 
 
 def hidden_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors that require gradients and that a module holds beside its parameters, where no optimizer finds them.
+    """Tensors that require gradients and that a module holds beside its parameters; no optimizer finds them.
 
     Those in plain attributes of the module and of all modules below it, in lists, tuples and dicts there, and in the
     closures of their ``forward``.

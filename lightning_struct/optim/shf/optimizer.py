@@ -43,7 +43,7 @@ class SHF(torch.optim.Optimizer):
     """Stochastic Hessian-free optimization: each step solves a damped Gauss-Newton model of the batch.
 
     ``SHF(module, loss)`` is enough. Without ``damping``, all settings that are not given are chosen from sizes, layers
-    and data, and adapted during training; the log says at the first step what was chosen. With ``damping``, or with
+    and data, and adapted during training; the log names the choices at the first step. With ``damping``, or with
     :meth:`paper`, they are the paper's. Below, "chosen" and "the paper's" name these two defaults.
 
     It trains every parameter below ``module`` that requires a gradient when the optimizer is made. There is no backward
@@ -189,7 +189,7 @@ class SHF(torch.optim.Optimizer):
             inputs: this process's share of the batch: a tensor (n, ...), or a tuple or list of tensors for a module of
                 several arguments. A dict, or a packed sequence, is one argument; entries with n rows have one row for
                 each sample.
-            targets: what the loss compares the outputs with; row i belongs to row i of the inputs.
+            targets: of the outputs, as the loss takes them; row i belongs to row i of the inputs.
 
         Returns:
             StepReport: also kept as ``report``.
@@ -306,7 +306,7 @@ class SHF(torch.optim.Optimizer):
 
     @property
     def damping(self) -> float | None:
-        """λ of the next step; None where the first step has still to choose it, from its batch."""
+        """λ of the next step; None if the first step has still to choose it, from its batch."""
         return self.param_groups[0]["damping"]
 
     @damping.setter
@@ -325,7 +325,7 @@ class SHF(torch.optim.Optimizer):
 
     @property
     def exact_variance(self) -> bool:
-        """Whether the variance is that of the gradients of single samples, as what each layer reads shows them.
+        """Whether the variance is that of the gradients of single samples, from the inputs of each layer.
 
         That takes another pass through the network in each step, where this is no chain of Linear and elementwise
         layers. If not, the variance is estimated from the two halves of the batch, and scatters more. True with
@@ -378,7 +378,7 @@ class SHF(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state: the values of the parameter group, and what the next step must know.
+        """Take over a state: the values of the parameter group, and the memory of the next step.
 
         Raises:
             ValueError: it is of another optimizer, or of a module with other parameters. Nothing has changed.
@@ -390,7 +390,7 @@ class SHF(torch.optim.Optimizer):
         return state_without_hooks(self)
 
     def _check_trained(self) -> None:
-        """Raise ValueError where the module has other weights than when SHF was made, which a step would not move."""
+        """Raise ValueError if the module has other weights than when SHF was made, which a step would not move."""
         trained = dict(zip(self._names, self.param_groups[0]["params"], strict=True))
         check_parameters(self.module, trained)
         refuse_replaced([name for name, p in trained.items() if _parameter(self.module, name) is not p], "SHF")

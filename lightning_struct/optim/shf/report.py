@@ -17,23 +17,23 @@ class StepReport:
     Attributes:
         loss_before: f at the old weights.
         loss_after: f at the new weights, on the same batch.
-        reduction_ratio: ρ of section 4.2, on the samples held out where there are any; 0 where no step was taken.
-        step_length: s of the line search; 0 where no step was taken.
+        reduction_ratio: ρ of section 4.2, on the samples held out if there are any; 0 if no step was taken.
+        step_length: s of the line search; 0 if no step was taken.
         damping: λ that the accepted direction was computed with.
         solver_iterations: iterations of the solver, all tries together.
-        stop_reason: why the solver stopped, or ``"line_search"`` or ``"zero_gradient"`` where no step was taken.
+        stop_reason: why the solver stopped, or ``"line_search"`` or ``"zero_gradient"`` if no step was taken.
         merits: (solver iteration, validation value) as evaluated during the solve.
         merit: the validation value at the new weights; None without validation data.
         gradient_norm: ‖∇f‖ at the old weights.
         gradient_variance: ‖Var‖₁ of the per-sample gradients, or an estimate (:attr:`SHF.exact_variance`); None where
             samples are coupled by batch normalisation, and for a batch of one.
         batch_size: samples over all processes, those held out among them.
-        predicted_batch_size: n̂ of the norm test; None where the variance is, or where the gradient is zero.
-        block_losses: name -> ½ mean_i r²_{b,i} before the step, without its weight, where the module returns residuals
+        predicted_batch_size: n̂ of the norm test; None if the variance is, or if the gradient is zero.
+        block_losses: name -> ½ mean_i r²_{b,i} before the step, without its weight, if the module returns residuals
             (``loss="least_squares"``).
         step_scale: σ, the share of the solver's direction that was tried (damping by :class:`NextBatch`; else 1).
         next_batch_ratio: fall of the loss of the next batch over that of a step's own, averaged over the steps until
-            the last; None where it is not measured yet.
+            the last; None if it is not measured yet.
         convergence: with ``loss="least_squares"``, what remained to be gained, relatively: ``"gtol"``, ‖Jᵀr‖ over
             ‖J‖ ‖r‖ before the step; ``"ftol"``, the larger of the fall of the loss and its prediction; ``"xtol"``, the
             length of the step over that of the weights. 0 under ``"precision"`` if no step lowers the loss, or under

@@ -1,4 +1,4 @@
-"""Samples of one batch, of which each process holds a share; and weights as one flat vector."""
+"""Samples of one batch, distributed over processes; and weights as one flat vector."""
 
 from __future__ import annotations
 
@@ -188,13 +188,13 @@ class Samples:
 
 
 def arguments(inputs: Any) -> tuple[Any, ...]:
-    """The module's arguments: the inputs themselves, or what a tuple or list (torch's collate makes lists) holds."""
+    """The module's arguments: the inputs themselves, or the items of a tuple or list (torch's collate makes lists)."""
     several = isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence)
     return tuple(inputs) if several else (inputs,)
 
 
 def check_arguments(module: nn.Module, args: tuple[Any, ...], remedy: str = "") -> None:
-    """Raise TypeError where forward does not take so many arguments; ``remedy`` says what it should be."""
+    """Raise TypeError if forward does not take so many arguments; ``remedy`` names the right form."""
     try:
         taken = inspect.signature(module.forward)
         taken.bind(*args)

@@ -271,7 +271,7 @@ class Exact(Choice):
 class Kronecker(Choice):
     """The layers' Kronecker factors, averaged over steps and damped by μ² = λ² + l2 (not in the paper).
 
-    :meth:`SHF.summary` says what each parameter has.
+    :meth:`SHF.summary` lists them for each parameter.
 
     Args:
         decay: weight of the old value in the running average of the factors, in [0, 1).
@@ -409,7 +409,7 @@ class Settings:
 
     @property
     def is_of_paper(self) -> bool:
-        """Whether what is not given is the paper's: λ₁ is given."""
+        """Whether omitted settings are the paper's: λ₁ is given."""
         return self.damping.initial is not None
 
     @property
@@ -435,8 +435,8 @@ class Settings:
     def for_outputs(self) -> Settings:
         """These settings for a loss of outputs, completed but for λ₁, its bounds and sizes of the Kronecker factors.
 
-        With λ₁ given, what is left is the paper's. Else it is chosen: conjugate gradients with Kronecker factors, few
-        iterations, and the damping rule of the next batch.
+        With λ₁ given, omitted settings are the paper's. Else it is chosen: conjugate gradients with Kronecker
+        factors, few iterations, and the damping rule of the next batch.
 
         Raises:
             ValueError: the solver is for residuals.

@@ -1,4 +1,4 @@
-"""State of SHF around a step: the parameter group, what the next step must know, and the module's buffers."""
+"""State of SHF around a step: the parameter group, the memory of the next step, and the module's buffers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Memory:
         ratio: their ratio r; None if it is not measured yet.
         blocks: rows of each block of residuals.
         loss_after: loss of the residuals after the last step.
-        decisions: what steps on residuals found to be impossible.
+        decisions: methods that steps on residuals found impossible.
     """
 
     steps: int = 0
@@ -78,7 +78,7 @@ class Memory:
 
 
 class StepState:
-    """The state of an optimizer during one step; what is set here is set there.
+    """The state of an optimizer during one step; values set here are set there.
 
     Args:
         optimizer_state: its ``state``.

@@ -56,7 +56,7 @@ class Steps(ABC):
     Args:
         module: the network.
         loss: as given.
-        settings: with values for what was left to be chosen.
+        settings: with values for all omitted ones.
         exact_variance: see SHF.
 
     Attributes:

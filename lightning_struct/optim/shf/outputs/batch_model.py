@@ -65,10 +65,10 @@ class BatchModel:
         samples: n, and those that are held out.
         value: f(w).
         value_before: f(w - change), if a change was given.
-        largest_fall: ½‖b‖²/n, by which no step lowers the model more; f(w) where that is less and not negative.
+        largest_fall: ½‖b‖²/n, the largest fall of the model by any step; f(w) if that is less and not negative.
         gradient: ∇f(w), flat.
         gradient_squared: ‖∇f(w)‖².
-        variance: ‖Var‖₁ of the per-sample gradients (section 4.3), None where it is not defined.
+        variance: ‖Var‖₁ of the per-sample gradients (section 4.3), None if it is not defined.
         uncovered: why layers did not show the gradients of single samples, on any process; None if they did, or were
             not asked.
         block_losses: none.
@@ -294,7 +294,7 @@ class ShownNorms:
 
     Attributes:
         sum: Σᵢ‖Jᵢᵀuᵢ‖² over this process's samples, (), float64.
-        complete: whether what the layers show adds up to the gradient, for each parameter, chunk by chunk.
+        complete: whether the layers' contributions add up to the gradient, for each parameter, chunk by chunk.
         names: of the parameters.
     """
 
@@ -311,7 +311,7 @@ class ShownNorms:
 
 
 def shown_squared_norms(model: BatchModel, cotangent: Tensor) -> ShownNorms:
-    """Σᵢ‖Jᵢᵀuᵢ‖² over this process's samples, from what each layer reads and what comes back to it.
+    """Σᵢ‖Jᵢᵀuᵢ‖² over this process's samples, from the inputs and output gradients of each layer.
 
     Args:
         model: with the samples i.

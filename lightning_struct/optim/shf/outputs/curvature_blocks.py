@@ -129,7 +129,7 @@ class KroneckerBlock:
 class DiagonalBlock:
     """One parameter of any shape; its methods are those of :class:`KroneckerBlock`.
 
-    Its diagonal is that of the uses' squared shares. Where no use was seen, as of a parameter outside of the layers
+    Its diagonal is that of the uses' squared shares. If no use was seen, as of a parameter outside of the layers
     that torch knows, it is the mean of the squared gradient of the probe, the same for all entries: unbiased too, but a
     single entry of it is mostly noise.
     """

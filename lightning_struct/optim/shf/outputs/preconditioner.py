@@ -66,7 +66,7 @@ class StepPreconditioner:
 
 
 def check_per_sample(given: Any, module: nn.Module) -> None:
-    """Raise ValueError where a diagonal preconditioner, made of gradients per sample, meets batch normalisation."""
+    """Raise ValueError if a diagonal preconditioner, made of gradients per sample, meets batch normalisation."""
     layer = coupling_layer(module) if isinstance(given, str) else None
     if layer is not None:
         raise ValueError(

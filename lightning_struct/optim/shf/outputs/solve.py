@@ -104,7 +104,7 @@ def solve(
         model: the model of a batch.
         settings: solver, centre and space of the damping, tolerances, rules of stopping.
         damping: λ.
-        start: d0, where the solver starts; None for zero.
+        start: d0, the solver's first iterate; None for zero.
         preconditioner: c (Algorithm 3), an object that solves with C, or None.
         maxiter: bound on the iterations.
         validation: the data of the merit φ that ends LSMR and LSQR; None for none.
@@ -215,7 +215,7 @@ def _scaled(d: Tensor, scale: float) -> Tensor:
 
 
 def update_along(model: BatchModel, solution: Solution, *, damping: float, iterations: int) -> Update | None:
-    """s by Armijo's rule and ρ (section 4.2) for the direction of a solve; None where no step along it lowers f.
+    """s by Armijo's rule and ρ (section 4.2) for the direction of a solve; None if no step along it lowers f.
 
     Args:
         model: the model that was solved.

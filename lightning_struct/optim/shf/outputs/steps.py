@@ -57,7 +57,7 @@ class OutputSteps(Steps):
         named: name -> the trained parameters.
 
     Attributes:
-        settings: with values for what was left; λ₁ and its bounds once the first step has chosen them.
+        settings: with values for all omitted ones; λ₁ and its bounds once the first step has chosen them.
         kronecker: the Kronecker factors; None with another preconditioner.
 
     Raises:
@@ -289,7 +289,7 @@ class OutputSteps(Steps):
         )
 
     def _took_back(self, now: StepState, model: BatchModel) -> bool:
-        """Measure by this batch what the last step gained, and adapt σ and λ; a harmful step is taken back.
+        """Measure the gain of the last step by this batch, and adapt σ and λ; a harmful step is taken back.
 
         Returns:
             Whether the weights are those of before the last step again.

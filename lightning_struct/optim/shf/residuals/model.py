@@ -149,7 +149,7 @@ class ResidualModel:
 
     @cached_property
     def form_for_products(self) -> JacobianForm | None:
-        """The smallest form; None where J would take a backward pass for each row."""
+        """The smallest form; None if J would take a backward pass for each row."""
         return self._form(self._batch.sizes, for_gram=False)
 
     def jacobian(self, form: JacobianForm) -> Jacobian:
@@ -219,7 +219,7 @@ class ResidualModel:
     def measure_parts(self, backward: Callable[[Tensor], Tensor]) -> None:
         """Set ∇f, and an estimate of the variance from the gradients of a few parts of the batch, a product each.
 
-        A part has every so many-th row of each block, counted over all processes. The variance is None where some block
+        A part has every so many-th row of each block, counted over all processes. The variance is None if some block
         has fewer than two rows.
 
         Args:

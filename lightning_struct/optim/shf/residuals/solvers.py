@@ -31,7 +31,7 @@ _TOLERANCE = 1e-4
 
 
 class FreeMemory:
-    """Decisions about what fits into memory, taken once: use by other processes changes from step to step.
+    """Decisions about memory, taken once: use by other processes changes from step to step.
 
     Sizes that fitted are not asked about again; those that did not are not tried again, in a resumed run either.
 
@@ -44,10 +44,10 @@ class FreeMemory:
         self._fitted: dict[str, int] = {}
 
     def suffices_for(self, name: str, model: ResidualModel, needed: Mapping[str, tuple[int, str]]) -> bool:
-        """Whether there is enough for what is needed, on all processes.
+        """Whether all processes have enough memory.
 
         Args:
-            name: of what needs it.
+            name: of the matrix that needs it.
             model: the problem, which it is the larger for the more rows it has.
             needed: as for :func:`~lightning_struct.optim.memory.fits_memory`.
         """
@@ -156,7 +156,7 @@ class ExactSolver(ResidualSolver):
 
     @property
     def _is_only_by_gram(self) -> bool:
-        """Whether J is kept as outer products, of which no matrix is made: it is wide, and QR takes far longer."""
+        """Whether J is kept as outer products, and never formed: it is wide, and QR takes far longer."""
         return bool(self._model.form_for_gram.kept)
 
     def _smallest_for_gram(self) -> float:
@@ -175,7 +175,7 @@ class KrylovSolver(ResidualSolver):
         model: the problem.
         method: ``"lsmr"``, ``"lsqr"``, or ``"cg"``, which in exact arithmetic is LSQR.
         maxiter: bound on the iterations.
-        free_memory: what fits into memory.
+        free_memory: bytes that are free.
 
     Raises:
         FloatingPointError: a product holds NaN or infinity.
@@ -272,7 +272,7 @@ def make_solver(model: ResidualModel, name: str | None, maxiter: int, free_memor
         model: the problem.
         name: of the solver; None for one by :func:`chosen_solver`, which is ``"lsmr"`` where memory is short too.
         maxiter: bound on the iterations of all but the exact one.
-        free_memory: what fits into memory.
+        free_memory: bytes that are free.
 
     Raises:
         MemoryError: ``"exact"`` was asked for, and takes more than is free, on any of the processes.

@@ -224,7 +224,7 @@ class DampedStep:
     Attributes:
         velocity: v, the solution, flat.
         damping: λ it was computed with.
-        value: f(w + d); infinity where it is not finite.
+        value: f(w + d); infinity if it is not finite.
         direction: d, v with its geodesic acceleration, if it has one.
     """
 
@@ -260,7 +260,7 @@ class DampedSteps:
             adapts: whether others are tried where λ lowers the loss.
 
         Returns:
-            None where no damping lowers the loss.
+            None if no damping lowers the loss.
         """
         best = self._step(damping)
         if adapts:
@@ -309,7 +309,7 @@ class DampedSteps:
 def adapted_warm_start(warm_start: float, loss: float, left: float | None, rounding: float) -> float:
     """γ for the steps to come, by how much of the loss of a batch the one before did not show.
 
-    Where the samples stay, a batch begins with the loss that the last step left: γ stays, at first 0. Samples that are
+    If the samples stay, a batch begins with the loss that the last step left: γ stays, at first 0. Samples that are
     drawn anew have a larger loss, as far as the steps fitted the noise of the last ones; γ then moves half of the way
     to the share 1 - left/loss, .7 at most, and averages over the batches (see SPRING, Goldshlager et al. 2024).
 

@@ -110,7 +110,7 @@ class RLSOptimization(ManualOptimization):
         """One RLS step on the batch.
 
         Returns:
-            The loss before the step, detached; None where the module's own ``training_step`` returns none: then no step
+            The loss before the step, detached; None if the module's own ``training_step`` returns none: then no step
             is taken. To a ``training_step`` that extends this one, the loss with its graph.
         """
         if not _is_missing(super().training_step):

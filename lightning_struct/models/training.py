@@ -25,7 +25,7 @@ def optimizer_and_scheduler(
             needs a metric gets ``val_loss``. None: there is none.
 
     Raises:
-        MisconfigurationException: for what takes no parameters, as RLS and SHF.
+        MisconfigurationException: for optimizers that take no parameters, as RLS and SHF.
     """
     try:
         made = optimizer(parameters)

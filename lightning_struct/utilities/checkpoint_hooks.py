@@ -21,7 +21,7 @@ def add_checkpoint_hooks(
 
     Args:
         pl_module: the module.
-        owner: who adds them, such as the name of a callback. What the same owner has added before is replaced.
+        owner: who adds them, such as the name of a callback. Earlier hooks of the same owner are replaced.
         save: called after ``on_save_checkpoint``.
         load: called after ``on_load_checkpoint``.
     """
@@ -47,7 +47,7 @@ class _Chain:
     """Stands in for a hook of a module. It goes with copies of the module, also into other processes.
 
     Attributes:
-        before: the attribute that it stands in for, by its name; empty where that is the method of the class.
+        before: the attribute that it stands in for, by its name; empty if that is the method of the class.
         added: the hooks to be called after it, by their owners.
     """
 

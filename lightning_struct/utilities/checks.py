@@ -1,4 +1,4 @@
-"""Checks of what a user gives, of packages that come with an extra of this one, and of lengths."""
+"""Checks of arguments, of packages that come with an extra of this one, and of lengths."""
 
 import math
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ EXTRA_OF = {**dict.fromkeys(("jsonargparse", "matplotlib", "rich", "torchvision"
 
 
 def check(name: str, value: object, holds: bool, takes: str) -> None:
-    """Raise for an argument that is not what it must be.
+    """Raise for a wrong argument.
 
     Args:
         name: of the argument.
         value: given for it.
         holds: whether the value is right.
-        takes: what the argument takes.
+        takes: right values of the argument, in words.
 
     Raises:
         MisconfigurationException: names all three.
@@ -77,7 +77,7 @@ def is_number(value: object) -> bool:
 
 
 def known_length(sized: Any) -> int | None:
-    """``len(sized)``, or None where there is no length.
+    """``len(sized)``, or None if there is no length.
 
     Example:
         >>> known_length([1, 2]), known_length(iter([1, 2]))
@@ -103,7 +103,7 @@ def install_command(package: str) -> str:
 def require(package: str, needed_by: str, remedies: Sequence[str] = ()) -> None:
     """Import an optional package, or raise an error that says how to get it.
 
-    Call it where the need is first known, which may be long before the package is used, and just before each import
+    Call it as soon as the need is known, which may be long before the package is used, and just before each import
     statement::
 
         require("matplotlib", "TrainingCurves")

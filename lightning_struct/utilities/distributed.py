@@ -85,7 +85,7 @@ def _compared_batches(trainer: L.Trainer, batches: int, *, goes_on: bool = False
 
 
 def refuse_sharded_weights(trainer: L.Trainer, name: str) -> None:
-    """Raise for a strategy that shards the weights, naming ``name`` as what needs them whole.
+    """Raise for a strategy that shards the weights, naming ``name`` as the part that needs them whole.
 
     Raises:
         MisconfigurationException: the strategy is FSDP, DeepSpeed, model parallel, or another that shards models.

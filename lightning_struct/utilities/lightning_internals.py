@@ -26,7 +26,7 @@ def names_of_optimizers(trainer: L.Trainer) -> str:
 
 
 def validation_loaders(trainer: L.Trainer) -> list[Any]:
-    """The validation loaders of a fit, as Lightning prepared them; none where it will not validate.
+    """The validation loaders of a fit, as Lightning prepared them; none if it will not validate.
 
     ``Trainer.val_dataloaders`` is None until the first validation is due. The loop sets its loaders up here as it would
     then, once.
@@ -214,7 +214,7 @@ class TrainingLoaders:
 
     @limits.setter
     def limits(self, limits: list[int | float]) -> None:
-        """Set the limits, and the length of the epoch to what the loaders now have."""
+        """Set the limits, and the length of the epoch to that of the present loaders."""
         combined = self._loop._combined_loader
         assert combined is not None
         combined.limits = limits
@@ -274,7 +274,7 @@ def optimizer_steps(trainer: L.Trainer, module: L.LightningModule) -> int:
 
 
 def logs_now(trainer: L.Trainer) -> bool:
-    """Whether loggers get what is logged in this training step: Lightning's ``should_update_logs``."""
+    """Whether loggers get the values of this training step: Lightning's ``should_update_logs``."""
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     return every != 0 and ((trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
 

@@ -35,7 +35,7 @@ def set_random_states(states: RandomStates, generators: Sequence[torch.Generator
 
 @contextmanager
 def isolated_random_states() -> Iterator[None]:
-    """Afterwards the global generators of torch (on the CPU), Python and NumPy go on where they were."""
+    """Afterwards the global generators of torch (on the CPU), Python and NumPy continue from their earlier states."""
     states = random_states(())
     try:
         yield

@@ -192,7 +192,7 @@ class ValidationMeritStopping(Callback):
         missing = self._put_back(trainer, pl_module)
         if missing is not None:
             rank_zero_warn(
-                f"ValidationMeritStopping puts back what fits of the best weights, those of step {self.best_step}: "
+                f"ValidationMeritStopping puts back those of the best weights, of step {self.best_step}, that fit: "
                 f"the module has changed since. {missing}"
             )
         if self.best_value is None:

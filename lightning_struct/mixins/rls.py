@@ -31,7 +31,7 @@ def _with_rls_step(training_step: Callable[..., Any]) -> Callable[..., Any]:
         loss = output.get("loss", output) if isinstance(output, Mapping) else output
         if not (loss is None or isinstance(loss, Tensor)):
             raise MisconfigurationException(
-                f"{type(self).__name__}.training_step returned a {type(loss).__name__} where RLSOptimization needs "
+                f"{type(self).__name__}.training_step returned a {type(loss).__name__}, but RLSOptimization needs "
                 "the loss: return it, or a dict that has it under 'loss', or None to skip the batch"
             )
         batch_idx = self.trainer.fit_loop.batch_idx
@@ -94,7 +94,7 @@ class RLSOptimization(ManualOptimization):
         precision="P needs float32 weights, and its steps no GradScaler",
         automatic="leave the attribute alone, or the mixin out: RLS works in automatic optimization too",
         batch="define training_step, or inputs_and_targets(self, batch), which returns (inputs, targets)",
-        optimizers="return RLS(self), with an auxiliary optimizer within it where one is needed, or leave "
+        optimizers="return RLS(self), with an auxiliary optimizer within it if one is needed, or leave "
         "RLSOptimization out",
         clipping=" and clip by RLS(max_grad_norm=...)",
     )

@@ -70,7 +70,7 @@ class Autoencoder(Task):
         super().__init__(optimizer, lr_scheduler)
         if len(layer_sizes) < 2 or min(layer_sizes) < 1:
             raise MisconfigurationException(
-                f"layer_sizes must name the pixels, the code and what is between, all positive, but is {layer_sizes}"
+                f"layer_sizes must name the pixels, the code and the layers between, all positive, but is {layer_sizes}"
             )
         # what makes optimizers need not be picklable; a checkpoint has the optimizer's state anyway
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])

@@ -38,7 +38,7 @@ def fully_connected(layer_sizes: Sequence[int] = (784, 512, 10)) -> nn.Sequentia
     """
     if len(layer_sizes) < 2 or min(layer_sizes) < 1:
         raise MisconfigurationException(
-            f"layer_sizes must name the pixels, the classes and what is between, all positive, but is {layer_sizes}"
+            f"layer_sizes must name the pixels, the classes and the layers between, all positive, but is {layer_sizes}"
         )
     layers = [layer for pair in pairwise(layer_sizes[:-1]) for layer in (nn.Linear(*pair), nn.ReLU())]
     return _with_output(nn.Sequential(nn.Flatten(), *layers), *layer_sizes[-2:])
@@ -195,7 +195,7 @@ class Classifier(Task):
         if outputs.shape != targets.shape:  # mse_loss would broadcast them
             raise MisconfigurationException(
                 f"The network makes {tuple(outputs.shape)}, but the labels are {tuple(targets.shape)} one-hot: give "
-                "labels (n,), or (n, steps) where each step has outputs"
+                "labels (n,), or (n, steps) if each step has outputs"
             )
         return 0.5 * F.mse_loss(outputs, targets, reduction="sum") / len(outputs)
 

@@ -234,7 +234,7 @@ def load_adapter_state_dict(model: Model, state_dict: Mapping[str, Any]) -> Mode
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ValueError(
             f"{', '.join(names[:3])}{more} are {'missing in the state_dict' if missing else 'not in the model'}: call "
-            "add_adapters with the arguments with which these adapters were made, and freeze what was frozen then"
+            "add_adapters with the arguments that made these adapters, and freeze the same parameters"
         )
     own_names = {plain_name(name): name for name in model.state_dict()}
     model.load_state_dict({own_names[name]: value for name, value in state_dict.items()}, strict=False)
@@ -484,9 +484,9 @@ def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
     own = layer.base._parameters.get("weight")
     if kind is None and own is not None and own.shape == (layer.out_features, layer.in_features):
         raise ValueError(
-            f"{cannot}: {type(layer.base).__name__} has a forward of its own, as with an activation, after which the "
-            "adapter adds. Leave the adapter in; or declare by register_layer that the class computes what nn.Linear "
-            "does, or leave the layer out by exclude=... of add_adapters"
+            f"{cannot}: {type(layer.base).__name__} has a forward of its own, as with an activation, and the "
+            "adapter adds to its result. Leave the adapter in; or declare by register_layer that it computes as "
+            "nn.Linear does, or leave the layer out by exclude=... of add_adapters"
         )
     if weight is None or not weight.is_floating_point() or weight.numel() != layer.in_features * layer.out_features:
         raise ValueError(

@@ -146,8 +146,8 @@ def why_not_linear(layer: nn.Module) -> str | None:
     if is_affine(layer):
         return None
     return (
-        f"{type(layer).__name__} has a forward of its own, which is not known to compute what nn.Linear does: "
-        "register_layer declares that, or include names this layer"
+        f"{type(layer).__name__} has a forward of its own, which may differ from that of nn.Linear: "
+        "declare it by register_layer, or name the layer in include"
     )
 
 

@@ -151,7 +151,7 @@ def compress(
             if allowed < smallest:
                 raise ValueError(
                     f"budget={budget} allows {allowed:,} parameters, but with these candidates and layers the smallest "
-                    f"model has {smallest:,} of {parameters:,}: {others:,} are in what is not replaced. Give a larger "
+                    f"model has {smallest:,} of {parameters:,}: {others:,} are in other layers. Give a larger "
                     "budget, or further candidates="
                 )
             choice = least_increase(options, allowed - others)
@@ -309,8 +309,8 @@ def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
     for y in before.values():
         if not y.any():
             raise ValueError(
-                f"the outputs of {type(model).__name__} for a batch are {'zero' if y.numel() else 'empty'}, of which "
-                "there is no relative change: train the model first, leave the batch out, or give loss="
+                f"the outputs of {type(model).__name__} for a batch are {'zero' if y.numel() else 'empty'}, and "
+                "have no relative change: train the model first, leave the batch out, or give loss="
             )
 
     def change(of: nn.Module, batch: Any) -> Tensor:

@@ -266,7 +266,7 @@ class FrozenLinear(PreparingLinear):
         if saved and not any(name.startswith("matrix_") for name in saved):
             warn(
                 f"a frozen {self.class_name} stays with the matrix it has, because it was not frozen when it was "
-                "saved: load what was saved into the model, and freeze that"
+                "saved: load the state into the model, and freeze that"
             )
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 

@@ -65,8 +65,8 @@ def layer_structure(model: nn.Module) -> Structure:
             parts |= set(layer.modules()) - {layer}
     if frozen := [name or "the model" for name, layer in model.named_modules() if isinstance(layer, FrozenLinear)]:
         warn(
-            f"layer_structure leaves out {len(frozen)} frozen layers, such as {frozen[0]}: what they were made with is "
-            "not known any more. Call it on the model from before freeze"
+            f"layer_structure leaves out {len(frozen)} frozen layers, such as {frozen[0]}: their arguments "
+            "are not known any more. Call it on the model from before freeze"
         )
     return structure
 
@@ -122,9 +122,9 @@ def _new_layers(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]) ->
             at = "" if above == name else f" at {above!r}"
             found = f"a {type(named[above]).__name__}{at}" if above or not name else "no such layer"
             raise ValueError(
-                f"the structure has {entry['class']} for {name or 'the model'}, where {type(model).__name__} has "
+                f"the structure has {entry['class']} for {name or 'the model'}, but {type(model).__name__} has "
                 f"{found}: make the model with the arguments of the one that was compressed, and "
-                "with what it had besides: adapters (add_adapters), and modules of your own, such as a StructuredLSTM"
+                "with its other parts: adapters (add_adapters), and modules of your own, such as a StructuredLSTM"
             )
         if old not in made:
             take_hooks(new, old)

@@ -117,7 +117,7 @@ class StructuredLSTM(nn.Module):
         if is_traced(x):
             return whole_call(self, x, state)
         if isinstance(x, PackedSequence):
-            raise TypeError("StructuredLSTM takes no packed sequences: pad them, and mask what comes out")
+            raise TypeError("StructuredLSTM takes no packed sequences: pad them, and mask the outputs")
         if x.dim() not in (2, 3) or x.shape[-1] != self.input_size:
             taken = f"(steps, batch, {self.input_size}) or (steps, {self.input_size})"
             raise ValueError(f"StructuredLSTM takes {taken}, but the input has shape {tuple(x.shape)}")

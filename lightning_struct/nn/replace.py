@@ -306,7 +306,7 @@ def check_makes_layers(factory: LayerFactory) -> None:
     """Raise a TypeError for a layer in place of what makes one, and for what cannot be called as a factory is."""
     if isinstance(factory, nn.Module):
         name = type(factory).__name__
-        raise TypeError(f"the factory is a layer, not what makes one: give {name}, or functools.partial({name}, ...)")
+        raise TypeError(f"the factory is a layer, but must make layers: give {name}, or functools.partial({name}, ...)")
     if not callable(factory):
         got = reprlib.repr(factory)  # shortened: it may be the example of replace_conv
         raise TypeError(f"the factory must be a class of layers or a function that makes one, but is {got}")

@@ -24,7 +24,7 @@ _NEVER_REPLACED: tuple[tuple[Any, str], ...] = (
     (nn.Bilinear, "it is bilinear: it has a matrix for each output"),
 )
 _left: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Why a layer was left by what has looked at it last."""
+"""The last reason for leaving a layer."""
 
 
 def note_left(layer: nn.Module, reason: str) -> None:

@@ -51,7 +51,7 @@ class Selection:
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"the first argument must be the model, an nn.Module, but is {reprlib.repr(model)}: give a model, "
-                "which may be a single layer, and then what makes layers"
+                "which may be a single layer, and then the factory of layers"
             )
         self._included = None if include is None else _Selectors("include", include, model)
         self._excluded = _Selectors("exclude", () if exclude is None else exclude, model)

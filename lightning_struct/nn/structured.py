@@ -268,7 +268,7 @@ class StructuredLinear(PreparingLinear):
                 "from_linear of a class to begin near to them"
             )
         elif any(name.startswith(f"{prefix}matrix_") for name in state_dict):
-            reason = "it was frozen when it was saved: load what was saved into freeze(model)"
+            reason = "it was frozen when it was saved: load the state into freeze(model)"
         else:
             return
         warn(f"a {type(self).__name__} stays with the weights it has, because {reason}")
@@ -411,7 +411,7 @@ class StructuredLinear(PreparingLinear):
                 raise ValueError(
                     f"buffer {name!r} of {self} no longer holds distinct places: an average of weights that includes "
                     "the buffers rounds integers down. Leave them out (EMAWeightAveraging(use_buffers=False), "
-                    "AveragedModel(..., use_buffers=False)); what was averaged or saved so far has a wrong matrix"
+                    "AveragedModel(..., use_buffers=False)); averages and checkpoints so far have a wrong matrix"
                 )
 
 

@@ -210,8 +210,8 @@ class AdaptedLinear(nn.Module):
         if param is None or now is None or now.shape != param.shape or is_transposed:
             given = "None" if param is None else f"a parameter {tuple(param.shape)}"
             raise ValueError(
-                f"{name!r} of the adapted layer {self.base} cannot be {given}: only what its base stores alike can be "
-                "set, or tied to another module's. Leave it out by exclude=..., or do that before, or to its base"
+                f"{name!r} of the adapted layer {self.base} cannot be {given}: only one of the same form can be set, "
+                "or tied to another module's. Leave it out by exclude=..., or do that before, or to its base"
             )
         setattr(self.base, name, param)
 

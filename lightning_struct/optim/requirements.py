@@ -89,8 +89,8 @@ def refuse_replaced(replaced: Sequence[str], optimizer: str) -> None:
     """
     if replaced:
         raise ValueError(
-            f"the parameters of the module are others than when {optimizer} was made: {', '.join(replaced[:3])}. Make "
-            f"{optimizer} after what replaces or reparametrises them"
+            f"the parameters of the module are others than when {optimizer} was made: {', '.join(replaced[:3])}. "
+            f"Replace or reparametrise them first, then make {optimizer}"
         )
 
 

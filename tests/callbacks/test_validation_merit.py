@@ -206,7 +206,7 @@ def test_a_module_that_has_changed_since_gets_what_fits_with_a_warning(tmp_path)
             pl_module.more = torch.nn.Linear(1, 1)
 
     module = ScriptedNetwork([3, 1, 2])
-    with pytest.warns(UserWarning, match="what fits of the best weights, those of step 2: .* changed since"):
+    with pytest.warns(UserWarning, match="those of the best weights, of step 2, that fit: .* changed since"):
         fit(tmp_path, module, ValidationMeritStopping(), callbacks=[Growing()], max_epochs=3)
     assert module.layers.bias.item() == 2
 

@@ -115,7 +115,7 @@ def test_wrong_arguments_are_named(options, message):
 
 @pytest.mark.parametrize("make", [partial(StructuredLSTM, 5, 7), partial(BlockStructured, 2, 2, 5)])
 def test_layer_in_place_of_a_factory_is_an_error_that_says_so(make):
-    with pytest.raises(TypeError, match="^the factory is a layer, not what makes one: give LowRank"):
+    with pytest.raises(TypeError, match="^the factory is a layer, but must make layers: give LowRank"):
         make(LowRank(5, 7))
 
 

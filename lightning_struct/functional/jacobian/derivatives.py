@@ -81,7 +81,7 @@ def partial_derivatives(
         several = values.ndim == 2 and values.shape[1] > 1
         remedy = "take them one by one, as lambda x: u(x)[:, 0]" if several else "squeeze its last dimension"
         returned = f"the function returns values {tuple(values.shape)} at {len(points)} points"
-        raise ValueError(f"{returned}, where one number for each is needed: {remedy}")
+        raise ValueError(f"{returned}, but must return one number for each: {remedy}")
     for coordinate in twice:
         along = _unit(points, coordinate)
 

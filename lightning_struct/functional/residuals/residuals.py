@@ -73,7 +73,7 @@ def residual_blocks(returned: Any) -> dict[str, Tensor]:
     """
     if isinstance(returned, Tensor):
         if returned.ndim == 0:
-            remedy = "leave out what sums or averages their squares. If there is only one, return it in the shape (1,)"
+            remedy = "leave out the sum or average of their squares. If there is only one, return it in the shape (1,)"
             expected = "its residuals, one for each point or measurement"
             raise TypeError(
                 f"with loss='least_squares' the module returns {expected}. It returned a single number: {remedy}"

@@ -90,13 +90,13 @@ class Diagnostics:
             warn(
                 "SHF: a step calls the module several times, and its outputs change from call to call, with the same "
                 f"weights, inputs and random numbers of torch, by {change:.0%}: the losses of a step cannot be "
-                "compared. Keep in a buffer (register_buffer) what a forward leaves for the next one, such as a hidden "
-                "state, and draw random numbers from torch"
+                "compared. Keep the state of a forward for the next one, such as a hidden state, in a buffer "
+                "(register_buffer), and draw random numbers from torch"
             )
         if error > _LARGEST_CHANGE:
             warn(
-                "SHF: products with the Jacobian J of the outputs are wrong, as where the backward of a "
-                "torch.autograd.Function has no derivative, because of once_differentiable, detach or numpy: uᵀJ Jᵀu "
+                "SHF: products with the Jacobian J of the outputs are wrong, for instance because the backward of a "
+                "torch.autograd.Function has no derivative (once_differentiable, detach or numpy): uᵀJ Jᵀu "
                 f"differs from ‖Jᵀu‖² by {error:.0%}. Write that backward in differentiable operations of torch, or "
                 "give the function setup_context and jvp, and take SHF(backend='linearize')"
             )

@@ -274,7 +274,7 @@ class SHF(torch.optim.Optimizer):
     def _residual_steps(self, method: str) -> ResidualSteps:
         if not isinstance(self._steps, ResidualSteps):
             raise ValueError(  # noqa: TRY004
-                f"SHF.{method} is for residuals: SHF(module, 'least_squares'), whose module returns them"
+                f"SHF.{method} is for residuals: SHF(module, 'least_squares'), with a module that returns them"
             )
         return self._steps
 
@@ -374,7 +374,7 @@ class SHF(torch.optim.Optimizer):
             ValueError: a second group.
         """
         if self.param_groups:
-            raise ValueError("SHF trains all parameters of the module in one group; freeze what it must leave alone")
+            raise ValueError("SHF trains all parameters of the module in one group; freeze those that shall stay")
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -396,8 +396,8 @@ class SHF(torch.optim.Optimizer):
         refuse_replaced([name for name, p in trained.items() if _parameter(self.module, name) is not p], "SHF")
         if frozen := [name for name, p in trained.items() if not p.requires_grad]:
             raise ValueError(
-                f"SHF trains {', '.join(frozen[:3])}, frozen since it was made. It trains what requires a gradient "
-                "when it is made: make a new SHF after layers are frozen or unfrozen"
+                f"SHF trains {', '.join(frozen[:3])}, frozen since it was made. It trains the parameters that require "
+                "a gradient when it is made: make a new SHF after layers are frozen or unfrozen"
             )
         new = [name for name, p in self.module.named_parameters() if p.requires_grad and name not in trained]
         if new and not self._told_of_new:

@@ -1018,7 +1018,7 @@ def test_a_loss_in_place_of_residuals_is_refused() -> None:
         def forward(self, x: Tensor, measured: Tensor) -> Tensor:
             return super().forward(x, measured).square().mean()
 
-    with pytest.raises(TypeError, match="leave out what sums or averages their squares"):
+    with pytest.raises(TypeError, match="leave out the sum or average of their squares"):
         SHF(Loss(), "least_squares").step(inputs=measurements())
 
 

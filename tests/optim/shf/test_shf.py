@@ -194,7 +194,7 @@ def test_a_variance_that_takes_single_samples_is_announced_and_right() -> None:
     targets = torch.zeros(len(inputs), 4, dtype=torch.float64)
     jacobian = dense_jacobian(module, inputs)
     rows = torch.einsum("nkp,nk->np", jacobian, module(inputs).detach())
-    with pytest.warns(UserWarning, match="what the layers show of layer.weight does not add up to its gradient"):
+    with pytest.warns(UserWarning, match="the layers' shares of layer.weight do not add up to its gradient"):
         report = take(SHF(module, "mse", damping=1.0, preconditioner=None, solver=LSMR(maxiter=1)), (inputs, targets))
     assert report.gradient_variance == pytest.approx(rows.var(0).sum().item(), rel=1e-9)
 

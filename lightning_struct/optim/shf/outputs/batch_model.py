@@ -305,8 +305,8 @@ class ShownNorms:
     def reason(self, complete: Sequence[bool]) -> str:
         """The parameter for which it does not add up."""
         return (
-            f"what the layers show of {self.names[complete.index(False) % len(self.names)]} does not add up to its "
-            "gradient, as where it is used outside of its layer"
+            f"the layers' shares of {self.names[complete.index(False) % len(self.names)]} do not add up to its "
+            "gradient, for instance because it is used outside of its layer"
         )
 
 

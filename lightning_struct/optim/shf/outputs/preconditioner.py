@@ -98,7 +98,7 @@ def _diagonal(name: str, model: BatchModel, seed: int, damping: float) -> Tensor
     except (IndexError, RuntimeError) as error:
         raise ValueError(
             f"preconditioner={name!r} is made of gradients per sample, and the module takes no single sample "
-            f"({first_line(error)}), as where nodes of a graph depend on each other: use preconditioner=None or "
+            f"({first_line(error)}), as if nodes of a graph depend on each other: use preconditioner=None or "
             "'kronecker'"
         ) from error
 

@@ -137,7 +137,7 @@ class OutputSteps(Steps):
                     raise
                 self.diagnostics.once(
                     "factors",
-                    "SHF: the Kronecker factors of this batch need more memory than there is; the step goes on with "
+                    "SHF: the Kronecker factors of this batch need more memory than there is; the step uses "
                     f"those of the last one, if there are any. Lower Kronecker(max_size=...) ({first_line(error)})",
                 )
                 return self.kronecker.of_last_step(model, now.memory)
@@ -177,7 +177,7 @@ class OutputSteps(Steps):
             tried, damping, start = damping, damping if start is not None else self._raised(damping), None
         warn(
             f"SHF: no step along {1 + _RETRIES} directions lowers the loss {model.value:.6g} of this batch, the last "
-            f"one with damping {tried:.3g}; the weights stay. If it goes on, the limit of the precision is reached: "
+            f"one with damping {tried:.3g}; the weights stay. If this repeats, the limit of the precision is reached: "
             "use float64 or stop"
         )
         return Update(model.value, self._raised(now.damping), "line_search", iterations)
@@ -246,8 +246,8 @@ class OutputSteps(Steps):
             now.memory = replace(now.memory, uncovered=True)
             if self._single_samples:
                 warn(
-                    "SHF takes the variance from the gradients of single samples, which costs much more than from what "
-                    f"each layer reads. That does not do here: {model.uncovered}."
+                    "SHF takes the variance from the gradients of single samples, which costs much more than from the "
+                    f"inputs of each layer. These do not suffice here: {model.uncovered}."
                 )
         return model
 

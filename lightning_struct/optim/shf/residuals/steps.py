@@ -203,7 +203,7 @@ class ResidualSteps(Steps):
             self.diagnostics.once(
                 f"rows of {name}",
                 f"SHF: the rows of J for the residuals {name!r} take a backward pass each through the whole batch, or "
-                f"one for each parameter, since {reason}. Where each row of a block depends on one row of the inputs "
+                f"one for each parameter, since {reason}. If each row of a block depends on one row of the inputs, "
                 "they are far cheaper",
             )
 

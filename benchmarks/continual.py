@@ -36,6 +36,7 @@ from torchvision.datasets import MNIST
 from torchvision.transforms.functional import pil_to_tensor
 
 import harness
+import style
 from harness import Run
 from lightning_struct import RecursiveLinear
 from lightning_struct.models import fully_connected, mini_vgg
@@ -150,19 +151,23 @@ def print_table(runs: list[Run]) -> None:
         harness.print_row(each["task"], each["way"], reached, f"{1e3 * each['seconds']:.2f}", beside)
 
 
-@harness.readable
+@style.readable
 def draw(runs: list[Run]) -> Figure:
     """Accuracies over phases."""
     tasks = [task for task in TASKS if any(each["task"] == task for each in runs)]
-    figure = Figure(figsize=(harness.WIDTH, 3.2), layout="constrained")
+    figure = Figure(figsize=(style.WIDTH, 3.2), layout="constrained")
     for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
         for each in runs:
             if each["task"] == task and each["seed"] == min(r["seed"] for r in runs):
                 color = f"C{WAYS.index(each['way'])}"
                 axes.plot(
-                    range(1, PHASES + 1), [100 * a for a in each["accuracies"]], "o-", color=color, label=each["way"]
+                    range(1, PHASES + 1),
+                    [100 * a for a in each["accuracies"]],
+                    "o--" if each["way"] == "joint" else "o-",
+                    color=color,
+                    label=each["way"],
                 )
-        axes.set(title=task, xlabel="phase", ylabel="accuracy on the classes so far, %", ylim=(0, 102))
+        axes.set(title=task, xlabel="phase", ylabel="accuracy so far, %", ylim=(0, 102), xticks=[*range(1, PHASES + 1)])
         axes.legend()
     return figure
 

@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/streaming.py trump segments hyperplane [--seeds 0 1 2] [--batch 1]
     OMP_NUM_THREADS=1 python benchmarks/streaming.py table [--batch 1]
+    OMP_NUM_THREADS=1 python benchmarks/streaming.py speed
 
 Every sample is predicted first and learnt afterwards, once (prequential error), in batches of ``--batch`` samples, by
 all but river one at a time. The tasks need no files; river brings the first two, and makes the third:
@@ -35,6 +36,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
@@ -43,7 +45,7 @@ from torch.nn import functional as F
 import harness
 import style
 from harness import Run
-from lightning_struct import RLS
+from lightning_struct import RLS, RecursiveLinear
 
 RATES = (3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 FORGETTING = (1.0, 0.99, 0.95, 0.9)
@@ -144,6 +146,20 @@ class Trained:
         self.optimizer.step()
 
 
+class Recursive:
+    """A RecursiveLinear, which needs no loss and no optimizer."""
+
+    def __init__(self, data: Stream, forgetting: float) -> None:
+        size = data.inputs.shape[1]
+        self.layer = RecursiveLinear(size, data.outputs, forgetting=forgetting, dtype=torch.float64)
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs)
+
+    def learn(self, inputs: Tensor, targets: Tensor) -> None:
+        self.layer.update(inputs, targets)
+
+
 class OfRiver:
     """A model of river, one sample at a time."""
 
@@ -237,6 +253,7 @@ def ways(task: str) -> dict[str, Way]:
             [None], lambda data, seed, _: LastTarget(data.outputs, data.classes > 0)
         ),
         "RLS.exact": Way(FORGETTING, of_torch(linear, exact, squared_error), False),
+        "RecursiveLinear": Way(FORGETTING, lambda data, seed, forgetting: Recursive(data, forgetting), False),
         "SGD": Way(RATES, of_torch(linear, sgd, loss)),
         "Adam": Way(RATES, of_torch(linear, adam, loss)),
         **ways_of_river(task),
@@ -296,6 +313,87 @@ def run(task: str, name: str, setting: Any, seed: int, data: Stream, batch: int)
         "curve": [round(part.mean().item(), 4) for part in joined.split(WINDOW)],
         "microseconds": 1e6 * seconds / len(joined),
     }
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+def seconds_of(ways: dict[str, Callable[[], object]], rounds: int, calls: int) -> dict[str, float]:
+    """CPU seconds of a call of each, the least of so many alternating rounds."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, call in ways.items():
+            began = time.process_time()
+            for _ in range(calls):
+                call()
+            found[name].append((time.process_time() - began) / calls)
+    return {name: min(times) for name, times in found.items()}
+
+
+def blocks(features: int, rows: int = 256, outputs: int = 10) -> dict[str, Callable[[], object]]:
+    """One block of rows: RecursiveLinear, and the update of P = (δI + XᵀX)⁻¹ by Woodbury's formula."""
+    x, y = torch.randn(rows, features).double(), torch.randn(rows, outputs).double()
+    layer = RecursiveLinear(features, outputs, bias=False, dtype=torch.float64)
+    P, W = torch.eye(features).double(), torch.zeros(features, outputs).double()
+
+    def woodbury() -> None:
+        nonlocal P, W
+        K = P @ x.T
+        G = torch.linalg.solve(torch.eye(rows).double() + x @ K, K.T).T
+        W = W + G @ (y - x @ W)
+        P = P - G @ K.T
+        P = (P + P.T) / 2
+
+    return {"Woodbury": woodbury, "RecursiveLinear": lambda: layer.update(x, y)}
+
+
+def single_rows(features: int = 10) -> dict[str, Callable[[], object]]:
+    """One row after the other: numpy's recursion of P, RecursiveLinear, and RLS.exact with its loss."""
+    x, y = torch.randn(100, 1, features).double(), torch.randn(100, 1, 1).double()
+    rows, answers, places = x[:, 0].numpy(), y[:, 0, 0].numpy(), {"numpy": 0, "RecursiveLinear": 0, "RLS.exact": 0}
+    layer = RecursiveLinear(features, 1, bias=False, dtype=torch.float64)
+    linear = nn.Linear(features, 1, bias=False).double()
+    optimizer = RLS.exact(linear)
+    P, w = np.eye(features), np.zeros(features)
+
+    def turn(name: str) -> int:
+        places[name] += 1
+        return places[name] % 100
+
+    def by_numpy() -> None:
+        nonlocal P, w
+        i = turn("numpy")
+        u = P @ rows[i]
+        k = u / (1 + rows[i] @ u)
+        w = w + k * (answers[i] - rows[i] @ w)
+        P = P - np.outer(k, u)
+
+    def by_layer() -> None:
+        i = turn("RecursiveLinear")
+        layer.update(x[i], y[i])
+
+    def by_optimizer() -> None:
+        i = turn("RLS.exact")
+        optimizer.zero_grad()
+        (0.5 * (linear(x[i]) - y[i]).square().sum()).backward()
+        optimizer.step()
+
+    return {"numpy": by_numpy, "RecursiveLinear": by_layer, "RLS.exact": by_optimizer}
+
+
+def print_speed() -> None:
+    torch.manual_seed(0)
+    print(harness.machine_line(), end="\n\n")
+    harness.print_header("a row", "reference, µs", "RecursiveLinear, µs", "ratio", "RLS.exact, µs")
+    for features in (512, 1024, 2048):
+        found = {name: 1e6 * s / 256 for name, s in seconds_of(blocks(features), 5, 1).items()}
+        of_layer, other = found["RecursiveLinear"], found["Woodbury"]
+        name = f"of {features:,} features, in blocks of 256; Woodbury"
+        harness.print_row(name, f"{other:.0f}", f"{of_layer:.0f}", f"{of_layer / other:.2f}", "")
+    found = {name: 1e6 * s for name, s in seconds_of(single_rows(), 40, 50).items()}
+    of_layer, other, exact = found["RecursiveLinear"], found["numpy"], found["RLS.exact"]
+    name = "of 10 features, alone; numpy"
+    harness.print_row(name, f"{other:.1f}", f"{of_layer:.1f}", f"{of_layer / other:.1f}", f"{exact:.0f}")
 
 
 # --- what comes out ---------------------------------------------------------------------------------------------------
@@ -379,12 +477,17 @@ def known(output: Path, batch: int) -> list[Run]:
 def main() -> None:
     parser = harness.make_parser(__doc__)
     parser.add_argument(
-        "tasks", nargs="+", choices=(*TASKS, "table"), help="table: what has been run so far, drawn too"
+        "tasks",
+        nargs="+",
+        choices=(*TASKS, "table", "speed"),
+        help="table: what has been run so far, drawn too; speed: blocks and rows beside numpy and Woodbury's formula",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--batch", type=int, default=1, help="samples that are predicted before they are learnt")
     parser.add_argument("--output-dir", type=Path, default=harness.RESULTS / "streaming")
     options: argparse.Namespace = parser.parse_args()
+    if "speed" in options.tasks:
+        return print_speed()
     output = harness.make_directory(options.output_dir)
     asked = [task for task in TASKS if task in options.tasks]
     for task in asked:

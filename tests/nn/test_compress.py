@@ -358,7 +358,7 @@ def test_layers_that_have_their_structure_already_stay():
     structure = {"0": {"class": "LowRank", "rank": 2}, "1": {"class": "LowRank", "rank": 3}}
     kept = made[0]
     assert layer_structure(apply_structure(made, structure)) == structure and made[0] is kept
-    with pytest.raises(ValueError, match="the structure has LowRank for 0, where Sequential has a LowRank"):
+    with pytest.raises(ValueError, match="the structure has LowRank for 0, but Sequential has a LowRank"):
         apply_structure(made, {"0": {"class": "LowRank", "rank": 4}})
 
 
@@ -435,22 +435,22 @@ def test_structure_of_an_lstm_needs_the_lstm():
     structure = layer_structure(model)
     again = nn.Sequential(StructuredLSTM(6, 8, Circulant))
     assert apply_structure(again, structure) is again
-    with pytest.raises(ValueError, match="where Sequential has a LSTM at '0': .* such as a StructuredLSTM"):
+    with pytest.raises(ValueError, match="but Sequential has a LSTM at '0': .* such as a StructuredLSTM"):
         apply_structure(nn.Sequential(nn.LSTM(6, 8)), structure)
-    with pytest.raises(ValueError, match="the structure has BlockStructured for 0, where Sequential has a Linear"):
+    with pytest.raises(ValueError, match="the structure has BlockStructured for 0, but Sequential has a Linear"):
         apply_structure(nn.Sequential(nn.Linear(4, 4)), {"0": {"class": "BlockStructured", "size": 4, "blocks": {}}})
 
 
 def test_structure_of_another_model_is_an_error(network, images):
     compress(network, images, budget=0.95, exclude="attention")
-    with pytest.raises(ValueError, match="where Sequential has no such layer: make the model"):
+    with pytest.raises(ValueError, match="but Sequential has no such layer: make the model"):
         apply_structure(nn.Sequential(nn.Linear(3, 3)), layer_structure(network))
 
 
 def test_structure_of_an_adapted_model_needs_the_adapters():
     adapted, model = (nn.Sequential(LowRank(8, 8), nn.Linear(8, 4)) for _ in range(2))
     structure = layer_structure(add_adapters(adapted, Circulant))
-    with pytest.raises(ValueError, match=r"for 1\.update\.adapter, where .* has a Linear at '1': .*\(add_adapters\)"):
+    with pytest.raises(ValueError, match=r"for 1\.update\.adapter, but .* has a Linear at '1': .*\(add_adapters\)"):
         apply_structure(model, structure)
     apply_structure(add_adapters(model, Circulant), structure).load_state_dict(adapted.state_dict())
 

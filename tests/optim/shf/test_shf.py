@@ -1667,7 +1667,7 @@ def test_weights_replaced_since_are_named(how: str) -> None:
         module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
     else:
         l1_unstructured(module[0], "weight", amount=0.5)
-    with pytest.raises(ValueError, match=r"others than when SHF was made: 0\.weight.* Make SHF after"):
+    with pytest.raises(ValueError, match=r"others than when SHF was made: 0\.weight.* then make SHF"):
         take(optimizer, batch())
 
 

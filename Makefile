@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help environments demo test test-oldest test-ecosystem test-site gpu-trial lint types docs clean
 
 help:
-	@echo "make demo   train a small autoencoder with SHF and draw its curves (about two minutes)"
+	@echo "make demo   train a small autoencoder with SHF and draw what it makes of curves (about two minutes)"
 	@echo "make test   all tests, and the examples in docstrings"
 	@echo "make test-oldest  the quick tests, with every twelfth of their cases, on the oldest supported versions (tests/oldest.txt)"
 	@echo "make test-ecosystem  examples of other packages with GrowingBatchSize (tests/ecosystem; installs 7 GB)"
@@ -42,6 +42,10 @@ environments: $(INSTALLED) $(INSTALLED_OLDEST)
 
 demo: $(INSTALLED)
 	$(VENV)/bin/python -m lightning_struct.recipes.curves_autoencoder fit --config recipes/curves_autoencoder/demo.yaml
+	@echo
+	@echo "Picture: $$(ls -td results/curves_autoencoder/version_* | head -n 1)/reconstructions.png"
+	@echo "The validation loss fell as said above: the upper images are curves that the network was not trained on,"
+	@echo "the lower ones what it makes of them from ten numbers each."
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal

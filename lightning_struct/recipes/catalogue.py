@@ -147,7 +147,7 @@ RECIPES: Mapping[str, Recipe] = {
     "compress_network": Recipe(
         "small ResNet or character transformer, trained, compressed and trained on", NO_PAPER, "",
         "CIFAR-10, downloaded, or any text file", "Classifier", "InMemoryDataModule", CLASSIFIER, "resnet",
-        _quick(15, train=160, val=40, test=40, batch=40),
+        _quick(15, train=80, val=40, test=40, batch=40) + ("--trainer.max_time=null",),
     ),
     "poisson_pinn": _equation("2-64-1 for Poisson's", PINN_PAPER, "section 4"),
     "heat_pinn": _equation("2-64-1 for the heat", PINN_PAPER, "section 4"),

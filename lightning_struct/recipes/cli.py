@@ -27,6 +27,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from lightning_struct import __version__
 from lightning_struct.callbacks.pictures import log_directory
 from lightning_struct.callbacks.predictions import PredictionWriter
+from lightning_struct.callbacks.training_curves import TrainingCurves
 from lightning_struct.functional.torch_tools import denormals_flushed
 from lightning_struct.recipes import checkpoints
 from lightning_struct.recipes.catalogue import RECIPES, Results, default_config
@@ -193,6 +194,10 @@ class RecipeCLI(LightningCLI):
                 heading, form = self.results.metrics[self.results.gap]
                 gap = errors["train"][self.results.gap] - errors["test"][self.results.gap]
                 console.print(f"generalization gap {gap:{form}} ({heading} on training set less that on test set)")
+        curves = (call for call in self.trainer.callbacks if isinstance(call, TrainingCurves))  # type: ignore[attr-defined]
+        losses = [record["val_loss"] for curve in curves for record in curve.records if "val_loss" in record]
+        if losses:
+            console.print(f"validation loss  {losses[0]:.4g} at first, {min(losses):.4g} at best")
         console.print(f"time of this fit {seconds:.1f} s, to step {self.trainer.global_step}")
         console.print(f"best checkpoint  {best or 'none was kept'}", markup=False)
         if not best and (last := newest_checkpoint(self.trainer)):

@@ -81,9 +81,10 @@ def test_fit_ends_with_the_errors_of_the_best_checkpoint_in_both_units(finished)
         assert [float(cell) for cell in row.split("│")[2:4]] == pytest.approx([error / 2, error], rel=1e-3)
 
 
-def test_fit_ends_with_the_paths_of_its_results(finished):
+def test_fit_ends_with_the_validation_loss_and_the_paths_of_its_results(finished):
     for path in ("reconstructions.png", "training_curves.png", "checkpoints/epoch=1-step=4.ckpt"):
         assert f"{RUN / path}\n" in finished.printed
+    assert re.search(r"validation loss  \S+ at first, \S+ at best\n", finished.printed)
 
 
 def test_errors_of_the_test_set_are_logged_and_those_of_training_and_validation_are_not(finished):

@@ -8,13 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_struct.data.files import (
-    SYNTHETIC_REMEDY,
-    check_vocabulary,
-    naming_file,
-    read_files,
-    require_torchvision,
-)
+from lightning_struct.data.files import SYNTHETIC_REMEDY, check_vocabulary, naming_file, read_files, require_torchvision
 from lightning_struct.data.in_memory import DownloadedDataModule, Draws, LabelledSamples, official_parts
 from lightning_struct.utilities.checks import check_counts, install_command, require
 from lightning_struct.utilities.namespaces import MisconfigurationException

@@ -116,7 +116,7 @@ def load_adapters(model: Model, folder: str | Path) -> Model:
         if size != given:
             raise ValueError(f"the adapter of {name} in {folder} is for a weight {given}, this model has {size}")
     expected = adapter_state_dict(trial)
-    for name in expected.keys() | weights.keys():
+    for name in sorted(expected.keys() | weights.keys()):
         there, given = ([*state[name].shape] if name in state else None for state in (expected, weights))
         if there != given:
             raise ValueError(f"{name} of the adapters in {folder} has the shape {given}, for this model it is {there}")

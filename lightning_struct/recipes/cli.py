@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 QUICK, FULL_HELP = "--quick", "--help.full"
 TRIAL_BEGINS = "Trial (--quick): a small network, few samples and few steps, to see that everything runs."
-TRIAL_ENDS = "This was a trial (--quick): its figures say nothing about the method. Without --quick the task is trained."
+TRIAL_ENDS = "This was a trial (--quick): its figures say nothing about the method. Leave --quick out to train."
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 METRICS_FORMAT = ".5g"  # of the progress bar: Lightning's, .3f, shows an error of 1e-6 as 0.000
 

@@ -9,7 +9,7 @@ INSTALLED_ECOSYSTEM := $(VENV_ECOSYSTEM)/.installed
 # The processes of the tests share what one of them compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help environments demo test test-oldest test-ecosystem test-site gpu-trial lint types docs clean
+.PHONY: help environments demo test test-oldest test-ecosystem test-lightning test-site gpu-trial lint types docs clean
 
 help:
 	@echo "make demo   train a small autoencoder with SHF and draw what it makes of curves (about two minutes)"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-oldest  the quick tests, with every twelfth of their cases, on the oldest supported versions (tests/oldest.txt)"
 	@echo "make test-ecosystem  examples of other packages with GrowingBatchSize (tests/ecosystem; installs 7 GB)"
 	@echo "make test-site  the documentation in a headless Chromium (Debian: apt-get install chromium)"
+	@echo "make test-lightning LIGHTNING=DIRECTORY  Lightning's own tests, of a checkout of the installed version, with GrowingBatchSize (an hour)"
 	@echo "make gpu-trial  benchmarks/gpu.py on small sizes on the CPU: what a GPU would be asked, in two minutes"
 	@echo "make lint   ruff: rules and format"
 	@echo "make types  mypy"
@@ -58,6 +59,10 @@ test-ecosystem: $(INSTALLED_ECOSYSTEM)
 
 test-site: docs
 	$(VENV)/bin/python -m pytest tests/site
+
+test-lightning: $(INSTALLED)
+	$(VENV)/bin/python -m pip install --quiet --requirement tests/lightning_suite/requirements.txt
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.lightning_suite.compare $(LIGHTNING) $(PARTS)
 
 gpu-trial: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/gpu.py --device cpu --short --file $(VENV)/gpu.jsonl

@@ -6,7 +6,6 @@ torch's ecosystem reads (``_parameters``, ``_buffers``, ``_version``) are read w
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 __all__ = [
     "FakeTensor", "call_with", "current_backward", "denormals_flushed", "in_eval_mode",
-    "is_functorch_wrapped_tensor", "norms_of_each", "numbers_of_outputs", "opaque_operator",
+    "is_functorch_wrapped_tensor", "norms_of_each", "opaque_operator",
     "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "writes_in_place",
 ]  # fmt: skip
 from torch.func import functional_call
@@ -35,11 +34,6 @@ def current_backward() -> int:
 def writes_in_place(operation: Any) -> bool:
     """Whether what a node of a recorded graph calls is an operation of torch that changes a tensor."""
     return isinstance(operation, OpOverload) and operation._schema.is_mutable
-
-
-def numbers_of_outputs(node: Any) -> int:
-    """How many numbers the outputs of a node of autograd's graph have."""
-    return sum(math.prod(output.shape) for output in node._input_metadata)
 
 
 def norms_of_each(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:

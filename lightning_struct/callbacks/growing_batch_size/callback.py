@@ -290,14 +290,16 @@ class GrowingBatchSize(Callback):
             self._present_fit.begin_batch(batch, batch_idx, step=self._steps + 1)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        self._present_fit.measurement.before_backward(loss)
+        if self._fit is not None:  # else somebody runs a loop of Lightning by hand, after the fit
+            self._fit.measurement.before_backward(loss)
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._present_fit.measurement.after_backward()
+        if self._fit is not None:
+            self._fit.measurement.after_backward()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        if self._present_fit.batch is not None:
-            self._present_fit.measurement.before_step(optimizer)
+        if self._fit is not None and self._fit.batch is not None:
+            self._fit.measurement.before_step(optimizer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from lightning_struct.callbacks.growing_batch_size.estimators.common import (
 from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics, statistics_of_parts
 from lightning_struct.collective import world_size
 from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
-from lightning_struct.functional.torch_tools import norms_of_each, numbers_of_outputs
+from lightning_struct.functional.torch_tools import norms_of_each
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.distributed import (
     data_parallel_size,
@@ -35,90 +35,12 @@ from lightning_struct.utilities.distributed import (
 from lightning_struct.utilities.lightning_internals import gradient_scale, loss_scale
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
-if TYPE_CHECKING:
-    from torch.autograd.graph import Node
+# Passes over the memory of the parameters that a step makes at least: it writes the gradients, and the optimizer reads
+# them, and reads and writes the parameters. A measurement reads the gradients of each backward pass, and of the step.
+PASSES_OF_STEP = 4
 
-# Nodes of autograd whose outputs are views: nothing is moved in memory.
-VIEWS = {
-    *("AccumulateGrad", "Alias", "AsStrided", "Chunk", "Detach", "Diagonal", "Expand", "Movedim", "Narrow", "Permute"),
-    *("ReshapeAlias", "Select", "Slice", "Split", "Squeeze", "SwapDims", "T", "Transpose", "Unbind", "Unflatten"),
-    *("Unfold", "UnsafeView", "Unsqueeze", "View"),
-}
-
-# Time of the calls from Python, where tensors are so small that nothing else counts: it was at most .25 of a step.
+# Time of the calls from Python, if tensors are so small that nothing else counts: it was at most .25 of a step.
 CALLS = 0.25
-
-
-def moved_in_backward(loss: Tensor) -> int:
-    """Numbers in all intermediate results between the parameters and ``loss``, but views."""
-    seen: set[Node] = set()
-    stack: list[Node | None] = [loss.grad_fn]
-    total = 0
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        stack += [following for following, _ in node.next_functions]
-        name = node.name().rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
-        if name not in VIEWS:
-            total += numbers_of_outputs(node)
-    return total
-
-
-class Cadence:
-    """Optimizer steps from one measurement to the next, counted and not timed: runs with one seed measure alike.
-
-    Work is counted in passes over the memory of the parameters: a pass reads or writes as many numbers as there are
-    parameters. A step writes the gradients; the optimizer reads them, reads and writes the parameters, and reads and
-    writes what it keeps of each. Each intermediate result is written and read, and so is its gradient. That is the
-    least: products of matrices take longer, how much depends on the machine. Counted is the first step; what depends on
-    the samples grows with their number.
-
-    Args:
-        every_n_steps: if it is not to be chosen.
-        max_overhead: share of the time of the steps that measuring may take.
-
-    Attributes:
-        counts: the counted numbers of the first step; ``samples`` is 0 until it has ended.
-    """
-
-    def __init__(self, every_n_steps: int | None, max_overhead: float) -> None:
-        self._given, self._max_overhead = every_n_steps, max_overhead
-        self.counts = dict.fromkeys(("samples", "parameters", "states", "intermediate"), 0)
-        self._stepped: list[tuple[Optimizer, list[Tensor]]] = []
-
-    @property
-    def is_counting(self) -> bool:
-        """Whether the step under way is the one to be counted."""
-        return self._given is None and self.counts["samples"] == 0
-
-    def count_backward(self, loss: Tensor) -> None:
-        if self.is_counting:
-            self.counts["intermediate"] += moved_in_backward(loss)
-
-    def count_step(self, optimizer: Optimizer) -> None:
-        if self.is_counting:
-            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self._stepped.append((optimizer, parameters))
-
-    def end_count(self, samples: int) -> None:
-        """End the step that is counted, of so many samples, after its optimizers have stepped."""
-        self.counts["samples"] = samples
-        for optimizer, parameters in self._stepped:
-            values = [value for p in parameters for value in optimizer.state.get(p, {}).values()]
-            self.counts["states"] += sum(value.numel() for value in values if isinstance(value, Tensor))
-            self.counts["parameters"] += sum(parameter.numel() for parameter in parameters)
-        self._stepped.clear()
-
-    def every_n_steps(self, samples: int, passes: float) -> int:
-        """Steps from one measurement to the next that a measurement of so many passes allows, on so many samples."""
-        if self._given is not None:
-            return self._given
-        counts = self.counts
-        intermediate = counts["intermediate"] * samples / max(counts["samples"], 1)
-        of_step = 4 + (2 * counts["states"] + 4 * intermediate) / max(counts["parameters"], 1)
-        return max(1, math.ceil(max(CALLS, passes / of_step) / self._max_overhead))
 
 
 class BackwardPasses(GradientEstimator):
@@ -133,7 +55,7 @@ class BackwardPasses(GradientEstimator):
         trainer: in fit.
         module: the one that is trained, without a wrapper around it.
         asked: the user's choice, with the steps from one measurement to the next.
-        max_overhead: see :class:`Cadence`.
+        max_overhead: share of the time of the steps that measuring may take.
 
     Raises:
         MisconfigurationException: manual optimization, weights that are sharded in another way than by FSDP2 alone, or
@@ -151,8 +73,8 @@ class BackwardPasses(GradientEstimator):
                 f"{problem}"
             )
         super().__init__(trainer, module)
-        self._cadence = Cadence(asked.every_n_steps, max_overhead)
-        self.every_n_steps = asked.every_n_steps or 1
+        self._asked, self._max_overhead = asked.every_n_steps, max_overhead
+        self.every_n_steps = self._allowed(trainer.accumulate_grad_batches)
         self._step = 0  # number of the present one
         self._due = 0  # number of the step that is measured next; 0 before the first step
         self._handles: list[RemovableHandle] = []
@@ -167,20 +89,16 @@ class BackwardPasses(GradientEstimator):
             self._step, self._passes, self._measured = step, 0, None
             self._norms.clear()
         if self._due == 0:
-            self._due = step + self.every_n_steps - 1
+            self._due = step + (self._asked or 1) - 1
         if step < self._due:
             self.pause()
         elif not self._handles:
             self._attach()
 
-    def before_backward(self, loss: Tensor) -> None:
-        self._cadence.count_backward(loss)
-
     def after_backward(self) -> None:
         self._passes += 1
 
     def before_step(self, optimizer: Optimizer) -> None:
-        self._cadence.count_step(optimizer)
         if not self._handles or self._measured is not None:
             return
         parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
@@ -207,14 +125,10 @@ class BackwardPasses(GradientEstimator):
         self._measured = of_pass, of_mean, self._passes * world_size()
 
     def statistics(self, samples: int) -> dict[int, GradientStatistics]:
-        if self._cadence.is_counting:
-            self._cadence.end_count(samples)
-        elif self._measured is None:
-            return {}
-        self.every_n_steps = self._cadence.every_n_steps(samples, self._passes + 1)  # norms: of each, and of the step
-        self._due = self._step + self.every_n_steps
         if self._measured is None:
             return {}
+        self.every_n_steps = self._allowed(self._passes)
+        self._due = self._step + self.every_n_steps
         of_pass, of_step, number = self._measured
         return {0: statistics_of_parts(of_pass, of_step, number, samples)} if number > 1 else {}
 
@@ -224,11 +138,15 @@ class BackwardPasses(GradientEstimator):
         self._handles.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"due": self._due, "every_n_steps": self.every_n_steps, "cadence": dict(self._cadence.counts)}
+        return {"due": self._due, "every_n_steps": self.every_n_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._due, self.every_n_steps = state["due"], state["every_n_steps"]
-        self._cadence.counts = dict(state["cadence"])
+
+    def _allowed(self, passes: int) -> int:
+        """Steps from one measurement to the next, for steps of so many backward passes."""
+        share = max(CALLS, (passes + 1) / PASSES_OF_STEP)
+        return self._asked or math.ceil(share / self._max_overhead)
 
     def _squared_norm(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Tensor:
         """This process's part of ‖∇‖² by which the optimizer is about to step, (), of some parameters.

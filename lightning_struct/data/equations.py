@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.jacobian.derivatives import laplacian, partial_derivatives
 from lightning_struct.utilities.checks import check, check_counts
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -67,6 +68,7 @@ class Box(Region):
                 [...,  0.0000]], dtype=torch.float64)
     """
 
+    @checked
     def __init__(self, low: Sequence[float], high: Sequence[float]) -> None:
         if isinstance(low, int | float) or isinstance(high, int | float):
             raise MisconfigurationException(
@@ -140,6 +142,7 @@ class Faces(Region):
         tensor([-1.,  1.], dtype=torch.float64)
     """
 
+    @checked
     def __init__(self, box: Box, coordinates: Sequence[int] | None = None) -> None:
         chosen = list(dict.fromkeys(range(box.dimension) if coordinates is None else coordinates))
         if not chosen or not set(chosen) <= set(range(box.dimension)):
@@ -293,6 +296,7 @@ class Poisson(DifferentialEquation):
         tensor(True)
     """
 
+    @checked
     def __init__(self, dimension: int = 2, form: Literal["product", "sum"] = "product") -> None:
         check_counts(dimension=dimension)
         check("form", form, form in ("product", "sum"), "'product' or 'sum'")
@@ -336,6 +340,7 @@ class Heat(DifferentialEquation):
 
     coordinates = ("x", "t")
 
+    @checked
     def __init__(self, conductivity: float = 0.25) -> None:
         check("conductivity", conductivity, conductivity > 0, "positive")
         self.conductivity = conductivity
@@ -380,6 +385,7 @@ class Burgers(DifferentialEquation):
 
     coordinates = ("x", "t")
 
+    @checked
     def __init__(self, viscosity: float = 0.01 / math.pi) -> None:
         check("viscosity", viscosity, viscosity > 0, "positive")
         self.viscosity = viscosity

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_struct.data.equations import DifferentialEquation, Region, check_equation
 from lightning_struct.data.in_memory import BatchedTensorDataset, EvaluatedDataModule
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws, keep_batch, seeded_generator
+from lightning_struct.functional.checks import checked
 from lightning_struct.utilities import checks
 from lightning_struct.utilities.distributed import data_parallel_replicas
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -58,6 +59,7 @@ class PointDraws(IndependentDraws):
         (True, False)
     """
 
+    @checked
     def __init__(
         self,
         regions: Mapping[str, Region],
@@ -302,6 +304,7 @@ def check_counts(regions: Mapping[str, Region], counts: Mapping[str, int]) -> No
         MisconfigurationException: a region without a count, a count without a region, or a count that is no whole
             number of at least 1.
     """
+    checks.check("counts", counts, isinstance(counts, Mapping), "a mapping of regions to numbers of points")
     if set(counts) != set(regions):
         raise MisconfigurationException(
             f"counts must have a number of points for each of the regions {', '.join(regions)}, but has "

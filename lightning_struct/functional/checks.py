@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial, wraps
+from inspect import signature, unwrap
 from numbers import Integral, Real
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+import torch
+from torch import Tensor
+
+Checked = TypeVar("Checked", bound=Callable[..., Any])
 
 # A warning points at the first caller outside of these.
 _PACKAGES = ("lightning_struct", "torch", "lightning", "pytorch_lightning", "contextlib")
@@ -36,6 +46,94 @@ def is_real(value: object) -> bool:
         [True, True, True, False, False, False]
     """
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_instance(kind: type, value: object) -> bool:
+    return isinstance(value, kind)
+
+
+def _is_dense(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+
+
+def check_dense(what: str, value: object, *, has_numbers: bool = False) -> None:
+    """Raise TypeError unless a value is a dense tensor, neither sparse nor quantised.
+
+    Args:
+        what: the subject of the message.
+        value: it.
+        has_numbers: whether it must not be on the meta device.
+    """
+    if not _is_dense(value) or (has_numbers and value.is_meta):  # type: ignore[attr-defined]
+        numbers = " that holds numbers" if has_numbers else ""
+        raise TypeError(f"{what} must be a dense tensor{numbers}, got {_described(value)}")
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)[:80]
+    kind = "quantized" if value.is_quantized else str(value.layout).removeprefix("torch.")
+    return f"a {kind} tensor of {value.dtype} on {value.device}"
+
+
+# What arguments take that are not instances of the class that annotates them, with a test and its name.
+_TESTS: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    Tensor: (_is_dense, "a dense tensor"),
+    float: (is_real, "a real number"),
+    int: (lambda value: is_integer(value) or isinstance(value, torch.SymInt), "a whole number"),
+    type(None): (lambda value: value is None, "None"),
+}
+
+
+def checked(function: Checked) -> Checked:
+    """Refuse arguments of other types than the annotations of a function or class say.
+
+    Compared are arguments all of whose types are classes, and not while a graph is compiled. The range of a number and
+    the words of a ``Literal`` are left to the function.
+
+    Raises:
+        TypeError: in a call; the message names the argument.
+
+    Example:
+        >>> checked(lambda length: 2 * length)(2)  # without annotations all is right
+        4
+    """
+    if isinstance(function, type):
+        function.__init__ = checked(function.__init__)  # type: ignore[misc]
+        return function
+    parameters, annotations = signature(function).parameters, function.__annotations__
+    scope = unwrap(function).__globals__
+    places = [name for name, of in parameters.items() if of.kind is of.POSITIONAL_OR_KEYWORD]
+    tests = {name: _tests_of(annotations[name], scope) for name in parameters if name in annotations}
+
+    @wraps(function)
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            for name, value in (*zip(places, args, strict=False), *kwargs.items()):
+                if (any_of := tests.get(name)) and not any(holds(value) for holds, _ in any_of):
+                    takes = " or ".join(takes for _, takes in any_of)
+                    raise TypeError(f"{name} must be {takes}, got {_described(value)}")
+        return function(*args, **kwargs)
+
+    return checking  # type: ignore[return-value]
+
+
+def _tests_of(annotation: str, scope: dict[str, Any]) -> list[tuple[Callable[[Any], bool], str]]:
+    """Tests of a value, of which one must hold; none if a type in the annotation is no class."""
+    try:
+        given = eval(annotation, scope)  # an annotation of this package
+    except (NameError, TypeError):  # of what is imported for type checkers alone
+        return []
+    tests = []
+    for part in get_args(given) if get_origin(given) in (Union, UnionType) else [given]:
+        kind = getattr(part, "__bound__", get_origin(part) or part)
+        if kind in _TESTS:
+            tests.append(_TESTS[kind])
+        elif isinstance(kind, type) and kind is not Any and getattr(kind, "_is_runtime_protocol", True):
+            tests.append((partial(_is_instance, kind), f"a {kind.__name__}"))
+        else:
+            return []
+    return tests
 
 
 def first_line(error: Exception) -> str:

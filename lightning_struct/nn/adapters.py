@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_struct.functional.checks import NotFinite
+from lightning_struct.functional.checks import NotFinite, checked
 from lightning_struct.functional.layers.registry import hidden_layers, kind_of, plain_name
 from lightning_struct.nn.attention import PROJECTIONS
 from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, is_pointwise, linear_of
@@ -31,6 +31,7 @@ Trained = str | nn.Module | type[nn.Module]
 """A name or a pattern of modules or parameters, a module, or a class of modules."""
 
 
+@checked
 def add_adapters(
     model: Model,
     factory: LayerFactory,
@@ -130,6 +131,7 @@ def add_adapters(
     return set_modules(model, [(name, new) for name, new in new_layers if isinstance(new, AdaptedLinear)])
 
 
+@checked
 def merge_adapters(model: Model) -> Model:
     """Add the updates of the adapters to the weights, and remove the adapters, in place.
 
@@ -178,6 +180,7 @@ def merge_adapters(model: Model) -> Model:
     return model
 
 
+@checked
 def adapter_state_dict(model: nn.Module) -> dict[str, Any]:
     """The part of ``model.state_dict()`` that differs from the base: all but the frozen parameters of the base.
 
@@ -204,6 +207,7 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Any]:
     return {plain_name(name): value for name, value in model.state_dict().items() if plain_name(name) not in frozen}
 
 
+@checked
 def load_adapter_state_dict(model: Model, state_dict: Mapping[str, Any]) -> Model:
     """Load what :func:`adapter_state_dict` returned into a model with the same base and the same adapters.
 
@@ -241,6 +245,7 @@ def load_adapter_state_dict(model: Model, state_dict: Mapping[str, Any]) -> Mode
     return model
 
 
+@checked
 def adapter_parameter_groups(model: nn.Module, lr: float, operator_factor: float = 0.1) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer such as Adam: the learned operators of the adapters at a lower rate.
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.layers.registry import linear_with
 from lightning_struct.nn.torch_modules import is_traced, take_hooks, whole_call
 
@@ -46,6 +47,7 @@ class StructuredAttention(nn.Module):
     in_proj_weight = None
     in_proj_bias = None
 
+    @checked
     def __init__(
         self,
         q_proj: nn.Module,

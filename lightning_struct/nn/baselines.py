@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.structured.arguments import computing_dtype
 from lightning_struct.functional.structured.cost_model import (
     LARGEST_PREPARED_MATRIX,
@@ -67,6 +68,7 @@ class Circulant(StructuredLinear):
 
     weight_names: ClassVar[tuple[str, ...]] = ("column",)
 
+    @checked
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, device: Device = None, dtype: Dtype = None
     ) -> None:
@@ -159,6 +161,7 @@ class PrunedLinear(StructuredLinear):
     places: Tensor
     """(parameters,) int64, the places of ``values`` in the flattened matrix, ascending."""
 
+    @checked
     def __init__(
         self,
         in_features: int,
@@ -204,6 +207,7 @@ class PrunedLinear(StructuredLinear):
         self.values.copy_(flat[self.places])
 
 
+@checked
 def reduced_hidden_units(in_features: int, out_features: int, parameters: int, *, bias: bool = False) -> int:
     """The number of hidden units with which a dense network has a budget: the baseline RHU of Tables 8 and 9.
 
@@ -226,6 +230,7 @@ def reduced_hidden_units(in_features: int, out_features: int, parameters: int, *
     return max(1, math.ceil((positive_size("parameters", parameters) - out_features) / per_unit))
 
 
+@checked
 def sparse_normal_(weight: Tensor, connections: int, std: float = 1.5) -> Tensor:
     """Fill ``weight`` in place such that every unit has few, strong incoming connections.
 

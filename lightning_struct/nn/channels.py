@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.layers.registry import as_linear, is_affine, linear_with, padding
 from lightning_struct.nn.classic import LowRank
 from lightning_struct.nn.frozen import FrozenLinear
@@ -60,6 +61,7 @@ class ChannelLinear(_FilterLinear):
         torch.Size([5, 32, 4, 4])
     """
 
+    @checked
     def __init__(self, linear: nn.Module, stride: Sizes) -> None:
         super().__init__(linear, (1,) * len(stride), stride)
 
@@ -96,6 +98,7 @@ class PatchLinear(_FilterLinear):
         torch.Size([5, 16, 4, 4])
     """
 
+    @checked
     def __init__(
         self, linear: nn.Module, kernel_size: Sizes, stride: Sizes, padding: Sizes | str, dilation: Sizes
     ) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.functional.structured.cost_model import (
     LARGEST_MATRIX,
@@ -182,6 +183,7 @@ class LowRankFactors:
         return F.linear(F.linear(x, self.H.T), self.G)
 
 
+@checked
 class LowRank(GeneratorLinear):
     """A layer with M = G Hᵀ, of rank r: r (m + n) parameters.
 
@@ -218,6 +220,7 @@ class LowRank(GeneratorLinear):
         self._set_generators(self._squared(weight))
 
 
+@checked
 class ToeplitzLike(GeneratorLinear):
     """A layer with M = Σ_i K(Z_1, g_i) K(Z_-1, h_i)ᵀ, Toeplitz-like: r (m + n) parameters.
 
@@ -274,6 +277,7 @@ class ToeplitzLike(GeneratorLinear):
         self._set_generators(stein_residual(target, a, b))
 
 
+@checked
 class HankelLike(ToeplitzLike):
     """A layer with M = Σ_i K(Z_1, g_i) K(Z_-1ᵀ, h_i)ᵀ, Hankel-like: r (m + n) parameters.
 
@@ -398,6 +402,7 @@ class _FixedNodesLinear(GeneratorLinear):
         return self
 
 
+@checked
 class VandermondeLike(_FixedNodesLinear):
     """A layer with M = Σ_i K(diag(v), g_i) K(Z_0, h_i)ᵀ, Vandermonde-like: r (m + n) parameters.
 
@@ -457,6 +462,7 @@ class VandermondeLike(_FixedNodesLinear):
         return super()._refinement() * 512 // max(512, self.in_features, self.out_features)
 
 
+@checked
 class CauchyLike(_FixedNodesLinear):
     """A layer with M[a, b] = (G Hᵀ)[a, b] / (s_a - t_b), Cauchy-like: r (m + n) parameters.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_struct.functional.checks import is_real
+from lightning_struct.functional.checks import checked, is_real
 from lightning_struct.functional.torch_tools import in_eval_mode
 from lightning_struct.nn.approximation import progress_bar
 from lightning_struct.nn.candidates import (
@@ -47,6 +47,7 @@ BatchLoss = Callable[[nn.Module, Any], Tensor]
 Candidates = Callable[[nn.Linear], Iterable[LayerFactory]]
 
 
+@checked
 def compress(
     model: Model,
     data: Iterable[Any] | Tensor,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_struct.functional.checks import warn
+from lightning_struct.functional.checks import checked, warn
 from lightning_struct.functional.torch_tools import in_eval_mode
 from lightning_struct.nn.channels import CONVOLUTIONS, why_not_patches, why_not_pointwise
 from lightning_struct.nn.replace import (
@@ -70,6 +70,7 @@ class BlockStructured(nn.Module):
 
     bias: nn.Parameter | None
 
+    @checked
     def __init__(
         self,
         in_channels: int,
@@ -184,6 +185,7 @@ class BlockStructured(nn.Module):
         return text + "".join(f", {name}={value}" for name, value in options.items() if value is not None)
 
 
+@checked
 def replace_conv(
     model: Model,
     factory: LayerFactory,

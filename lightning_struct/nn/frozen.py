@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from lightning_struct.functional.checks import warn
+from lightning_struct.functional.checks import check_dense, warn
 from lightning_struct.functional.structured.arguments import has_values
 from lightning_struct.functional.structured.prepared import (
     DenseMatrix,
@@ -192,6 +192,7 @@ class FrozenLinear(PreparingLinear):
         """
         if is_traced(input):
             return whole_call(self, input)
+        check_dense("the input of FrozenLinear", input)
         if input.ndim == 0 or input.shape[-1] != self.in_features:
             taken, got = f"(..., {self.in_features})", tuple(input.shape)
             raise ValueError(f"FrozenLinear takes inputs {taken}, but the input has shape {got}")

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.structured.arguments import computing_dtype, require_one_of
 from lightning_struct.functional.structured.cost_model import making_is_faster, prepared_hadamard_matrix_is_faster
 from lightning_struct.functional.structured.transforms import hadamard_transform
@@ -99,6 +100,7 @@ class Fastfood(_HadamardLinear):
     order: Tensor
     """(k,) int64, the coordinates that Π picks."""
 
+    @checked
     def __init__(
         self,
         in_features: int,
@@ -218,6 +220,7 @@ class RandomizedHadamard(_HadamardLinear):
     input_signs: Tensor
     order: Tensor
 
+    @checked
     def __init__(
         self,
         in_features: int,

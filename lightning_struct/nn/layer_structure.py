@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.checks import warn
+from lightning_struct.functional.checks import checked, warn
 from lightning_struct.nn.attention import PROJECTIONS
 from lightning_struct.nn.channels import CONVOLUTIONS, ChannelLinear, PatchLinear, as_matrix, in_place_of
 from lightning_struct.nn.convolutions import BlockStructured, blocks_in_place_of
@@ -27,6 +27,7 @@ package has its module before its name, as ``"package.module:Name"``."""
 _NOT_ARGUMENTS = ("self", "in_features", "out_features", "bias", "device", "dtype")
 
 
+@checked
 def layer_structure(model: nn.Module) -> Structure:
     """Which structured layers a model has, as plain data: for a checkpoint, or for JSON.
 
@@ -71,6 +72,7 @@ def layer_structure(model: nn.Module) -> Structure:
     return structure
 
 
+@checked
 def apply_structure(model: Model, structure: Mapping[str, Mapping[str, Any]]) -> Model:
     """Put structured layers into a model as they are in a compressed one, with weights still to be loaded.
 
@@ -199,6 +201,7 @@ def _derived(layer_class: type[StructuredLinear]) -> Iterator[type[StructuredLin
         yield from (derived, *_derived(derived))
 
 
+@checked
 def freeze(model: Model, *, dense: bool = False) -> Model:
     """A copy of the model whose structured layers have nothing left to train: for inference, for files, for export.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.structured.arguments import has_values, require_one_of
 from lightning_struct.functional.structured.cost_model import (
     choose_tridiagonal_method,
@@ -306,6 +307,7 @@ class MethodChoices:
         return choices
 
 
+@checked
 class LDRSubdiagonal(LearnedOperatorLinear):
     """The LDR-SD layer: A and B are subdiagonal with a corner. (m + n)(r + 1) parameters: 2n(r + 1) if square.
 
@@ -452,6 +454,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         self._choices = MethodChoices.from_tensor(choice) if isinstance(choice, Tensor) else None
 
 
+@checked
 class LDRTridiagonal(LearnedOperatorLinear):
     """The LDR-TD layer: A and B are tridiagonal with two corners. (m + n)(r + 3) parameters: 2n(r + 3) if square.
 

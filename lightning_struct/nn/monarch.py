@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.structured.arguments import computing_dtype
 from lightning_struct.functional.structured.cost_model import making_is_faster
 from lightning_struct.functional.structured.monarch import (
@@ -71,6 +72,7 @@ class Monarch(StructuredLinear):
     R: nn.Parameter
     """(b, b r, ⌈n/b⌉), the blocks of the first factor."""
 
+    @checked
     def __init__(
         self,
         in_features: int,
@@ -194,6 +196,7 @@ class Butterfly(StructuredLinear):
     places: Tensor | None
     """(N,) int64, the input at each coordinate before B_1; None in the natural order."""
 
+    @checked
     def __init__(
         self,
         in_features: int,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_struct.functional.checks import is_real
+from lightning_struct.functional.checks import check_dense, checked, is_real
 from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.nn.replace import LayerFactory, check_makes_layers, is_from_linear
 from lightning_struct.nn.structured import Device, Dtype, positive_size
@@ -56,6 +56,7 @@ class StructuredLSTM(nn.Module):
         (torch.Size([7, 3, 32]), torch.Size([1, 3, 32]))
     """
 
+    @checked
     def __init__(
         self,
         input_size: int,
@@ -118,6 +119,7 @@ class StructuredLSTM(nn.Module):
             return whole_call(self, x, state)
         if isinstance(x, PackedSequence):
             raise TypeError("StructuredLSTM takes no packed sequences: pad them, and mask the outputs")
+        check_dense("the input x of StructuredLSTM", x)
         if x.dim() not in (2, 3) or x.shape[-1] != self.input_size:
             taken = f"(steps, batch, {self.input_size}) or (steps, {self.input_size})"
             raise ValueError(f"StructuredLSTM takes {taken}, but the input has shape {tuple(x.shape)}")

@@ -13,7 +13,7 @@ from typing import cast
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_struct.functional.checks import warn
+from lightning_struct.functional.checks import checked, warn
 from lightning_struct.functional.layers.registry import hidden_layers
 from lightning_struct.nn.attention import StructuredAttention, projections_of, why_not_called, with_own_projections
 from lightning_struct.nn.channels import has_linear_weight, in_place_of, is_pointwise, linear_of, why_not_linear
@@ -30,6 +30,7 @@ StandsFor = dict[nn.Module, tuple[nn.Linear, nn.MultiheadAttention]]
 """For each projection in memory of its own the one that it stands for, and the attention."""
 
 
+@checked
 def replace_linear(
     model: Model,
     factory: LayerFactory,

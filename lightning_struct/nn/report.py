@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.layers.registry import hidden_layers
 from lightning_struct.nn.attention import why_not_called
 from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, why_not_linear, why_not_pointwise
@@ -42,6 +43,7 @@ class ReplacementReport(str):
     skipped: dict[str, str]
 
 
+@checked
 def replacement_report(model: nn.Module) -> ReplacementReport:
     """A table of the structured layers below ``model``, and the layers with matrices that were left, with the reasons.
 
@@ -135,6 +137,7 @@ def _class_of(layer: StructuredLinear) -> str:
     return f"{type(layer).__name__}({arguments})" if arguments else type(layer).__name__
 
 
+@checked
 def jacobian_norms(layer: StructuredLinear | nn.Linear, iterations: int = 20) -> dict[str, float]:
     """Spectral norms ‖∂M/∂θ‖ of the Jacobian of the matrix M by each parameter θ. An ``nn.Linear`` has 1.
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.checks import NotFinite, is_integer, warn
+from lightning_struct.functional.checks import NotFinite, check_dense, is_integer, warn
 from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, affine, prepare_dense
 from lightning_struct.nn.approximation import best_factor, refine_, relative_error
 from lightning_struct.nn.frozen import FrozenLinear, PreparedForms, PreparingLinear, changes_unseen, dense_is_faster
@@ -192,6 +192,7 @@ class StructuredLinear(PreparingLinear):
         """
         if is_traced(input):
             return whole_call(self, input)
+        check_dense("the input of a structured layer", input)
         if not torch.compiler.is_compiling() and self._prepared is not None:
             matrix = self._prepared_for(self._prepared, input)
             if matrix is not None:
@@ -210,7 +211,9 @@ class StructuredLinear(PreparingLinear):
             return y.to(torch.get_autocast_dtype(device))
         if input.dtype != dtype:
             name = type(self).__name__
-            raise TypeError(f"{name} got dtype {input.dtype}, its parameters have {dtype}: convert one of them")
+            raise TypeError(
+                f"the input of {name} has dtype {input.dtype}, its parameters have {dtype}: convert one of them"
+            )
         return self._add_bias(self._matmul(input))
 
     def freeze(self, *, dense: bool = False) -> FrozenLinear:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.checks import is_real
+from lightning_struct.functional.checks import checked, is_real
 from lightning_struct.functional.layers.registry import kind_of
 from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.nn.channels import CONVOLUTIONS, linear_of, of_channels
@@ -159,6 +159,7 @@ class AdaptedLinear(nn.Module):
         True
     """
 
+    @checked
     def __init__(
         self,
         base: nn.Module,

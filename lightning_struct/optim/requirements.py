@@ -45,6 +45,13 @@ def check_module(module: Any, optimizer: str, reason: str) -> None:
         )
 
 
+def check_optimizer_state(state_dict: Any) -> None:
+    """Raise TypeError unless this is what ``state_dict()`` of an optimizer returns."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        got = f"{state_dict!r:.80}"
+        raise TypeError(f"state_dict must have 'state' and 'param_groups', as that of an optimizer, got {got}")
+
+
 def refuse_distributed_tensors(named: Mapping[str, nn.Parameter], reason: str) -> None:
     """Raise where parameters are spread over processes, as by FSDP2 (``fully_shard``) and tensor parallelism.
 
@@ -75,6 +82,8 @@ def refuse_lazy(named: Mapping[str, nn.Parameter], optimizer: str) -> None:
     """
     if lazy := [name for name, parameter in named.items() if is_lazy(parameter)]:
         raise ValueError(f"{', '.join(lazy)} have no shape yet: call the module once before making {optimizer}")
+    if named and all(parameter.is_meta for parameter in named.values()):
+        raise ValueError(f"the parameters of the module are on the meta device: give {optimizer} one with numbers")
 
 
 def refuse_replaced(replaced: Sequence[str], optimizer: str) -> None:

@@ -377,7 +377,6 @@ ADD = partial(add_adapters, factory=LowRank)
         (made, partial(ADD, train="head"), "train names 'head', which has no parameters"),
         (made, partial(ADD, dropout=1), "^dropout must be"),
         (made, partial(ADD, scale=0.0), "^scale must be finite and not 0"),
-        (made, partial(ADD, scale="1"), "^scale must be finite and not 0.*but is '1'"),
         (made, partial(ADD, learned_diagonals="all"), "^learned_diagonals must be one of 'none', 'outputs', 'both'"),
         (made, merge_adapters, "Sequential has no adapters: call add_adapters"),
         (made, adapter_state_dict, "Sequential has no adapters: call add_adapters"),
@@ -417,9 +416,8 @@ def test_classes_of_modules_are_trained():
     assert trainable(model) == {"0.update.adapter.column", "1.weight", "1.bias"}
     with pytest.raises(TypeError, match="no adapter for 0: an adapter must be a structured layer.*Linear"):
         add_adapters(made(), nn.Linear)
-    for wrong in 5, [int]:
-        with pytest.raises(TypeError, match="train takes names of modules and parameters.*, but has"):
-            add_adapters(made(), FACTORY, train=wrong)
+    with pytest.raises(TypeError, match="train takes names of modules and parameters.*, but has"):
+        add_adapters(made(), FACTORY, train=[int])
 
 
 @pytest.mark.filterwarnings("ignore:0.base. frozen weights")

@@ -103,7 +103,6 @@ def test_dropout_is_between_the_levels_alone():
     [
         ({"gates": "both"}, "gates must be one of 'separate', 'joint', but is 'both'"),
         ({"dropout": 1.5}, "dropout must be a probability, but is 1.5"),
-        ({"dropout": "1"}, "dropout must be a probability, but is '1'"),
         ({"hidden_factory": LowRank.from_linear}, "give the class instead of its from_linear"),
         ({"num_layers": 0}, "num_layers must be a positive integer, but is 0"),
     ],

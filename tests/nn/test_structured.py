@@ -23,7 +23,6 @@ from lightning_struct.nn import (
     Monarch,
     PrunedLinear,
     ToeplitzLike,
-    VandermondeLike,
     jacobian_norms,
     layer_structure,
 )
@@ -331,14 +330,12 @@ def test_wrong_inputs_are_named(name):
 
 @of_each_case
 def test_wrong_sizes_and_parameters_that_are_not_finite_are_named(name):
-    for sizes, message in (((0, 4), "in_features .* 0"), ((4, -1), "out_features .* -1"), ((4.0, 4), "in_f.* 4.0")):
+    for sizes, message in (((0, 4), "in_features .* 0"), ((4, -1), "out_features .* -1")):
         with pytest.raises(ValueError, match=message):
             FACTORIES[name](*sizes)
     for dtype in (torch.complex64, torch.int64):
         with pytest.raises(TypeError, match=f"real floating-point numbers, but dtype is {dtype}"):
             FACTORIES[name](12, 12, dtype=dtype)
-    with pytest.raises(TypeError, match="bias must be True or False, but is 'no'"):
-        FACTORIES[name](12, 12, bias="no")
     layer = make(name).eval()
     weight = layer.weight_names[0]
     with torch.no_grad():
@@ -443,7 +440,6 @@ def test_what_has_no_nearest_member_is_named(linear, refine, error, message):
     [
         (partial(ToeplitzLike, 8, 5, 6), r"rank must be at most min\(in_features, out_features\) = 5, but is 6"),
         (partial(CauchyLike, 8, 8, 0), "rank must be a positive integer, but is 0"),
-        (partial(VandermondeLike, 8, 8, True), "rank must be a positive integer, but is True"),
         (partial(Fastfood, 8, 8, init="ones"), "init must be one of 'variance', 'reference', but is 'ones'"),
         (partial(PrunedLinear, 8, 8, 65), r"in_features \* out_features = 64, but is 65"),
         (partial(PrunedLinear, 8, 8, 0), "parameters must be a positive integer, but is 0"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.jacobian.linearization import Linearization
 from lightning_struct.functional.jacobian.losses import GaussNewtonLoss
 from lightning_struct.functional.randomness import random_signs
 
 
+@checked
 def randomized_gauss_newton_diagonal(
     linearization: Linearization,
     loss: GaussNewtonLoss,
@@ -47,6 +49,7 @@ def randomized_gauss_newton_diagonal(
     return {name: t / outputs.shape[0] for name, t in squares.items()}
 
 
+@checked
 def empirical_fisher_diagonal(
     linearization: Linearization, loss: GaussNewtonLoss, targets: Tensor
 ) -> dict[str, Tensor]:
@@ -73,6 +76,7 @@ def empirical_fisher_diagonal(
     return {name: t / outputs.shape[0] for name, t in squares.items()}
 
 
+@checked
 def jacobi_scaling(diagonal: Tensor) -> Tensor:
     """c = 1/(1 + √C) for the mean C of the squared probes: the right preconditioner of Algorithm 3 (x = c∘y).
 
@@ -91,6 +95,7 @@ def jacobi_scaling(diagonal: Tensor) -> Tensor:
     return diagonal.sqrt().add_(1.0).reciprocal_()
 
 
+@checked
 def fisher_scaling(diagonal: Tensor, damping: float) -> Tensor:
     """c with c² = (F + λ²)^(-3/4), Martens' (2010) preconditioner of CG as a right preconditioner.
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
+from lightning_struct.functional.checks import checked
+
 
 class Derivatives(NamedTuple):
     """A function's values at n points, and its derivatives by coordinate: all tensors are (n,).
@@ -41,6 +43,7 @@ class HasLaplacian(Protocol):
         """The Laplacian, as :func:`laplacian` returns it."""
 
 
+@checked
 def partial_derivatives(
     function: Callable[[Tensor], Tensor], points: Tensor, *, once: Sequence[int] = (), twice: Sequence[int] = ()
 ) -> Derivatives:
@@ -96,6 +99,7 @@ def partial_derivatives(
     return Derivatives(values, first, second)
 
 
+@checked
 def laplacian(function: Callable[[Tensor], Tensor], points: Tensor, coordinates: Sequence[int] | None = None) -> Tensor:
     """Sum of the pure second derivatives of a function at points: (n,).
 

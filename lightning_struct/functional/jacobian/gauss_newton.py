@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.checks import first_line
+from lightning_struct.functional.checks import checked, first_line
 from lightning_struct.functional.jacobian.autograd_linearization import DoubleBackward, Function, Linearize, written
 from lightning_struct.functional.jacobian.layer_chain import LayerChain, record_layer_chain
 from lightning_struct.functional.jacobian.linearization import Linearization, Parameters
@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 BACKENDS = ("layer_rules", "double_backward", "linearize")
 
 
+@checked
 def linearize(
     function: Function, params: Parameters, *args: Any, backend: str | None = None, chunk_size: int | None = None
 ) -> Linearization:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_struct.functional.checks import is_integer
+from lightning_struct.functional.checks import checked, is_integer
 from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
 from lightning_struct.functional.randomness import random_signs
 from lightning_struct.functional.residuals.residuals import LeastSquares
@@ -93,6 +93,7 @@ class CrossEntropy:
         tensor(1.3863, dtype=torch.float64)
     """
 
+    @checked
     def __init__(self, ignore_index: int = -100) -> None:
         if not is_integer(ignore_index):
             raise TypeError(f"ignore_index must be a class index, but is {ignore_index!r}")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.layers.per_sample.recorder import GradientNormRecorder
 
 
@@ -49,6 +50,7 @@ class GradientNorms:
         return torch.cat([torch.stack(by_pass[number]).sum(0) for number in sorted(by_pass)])
 
 
+@checked
 @contextmanager
 def per_sample_gradient_norms(module: nn.Module) -> Iterator[GradientNorms]:
     """Measure, inside the context, the squared gradient norm of every sample in an ordinary forward and backward pass.
@@ -78,6 +80,7 @@ def per_sample_gradient_norms(module: nn.Module) -> Iterator[GradientNorms]:
         yield GradientNorms(recorder)
 
 
+@checked
 def gradient_variance(squared_norms: Tensor, mean_gradient_squared_norm: float) -> float:
     """‖Var‖₁, the sum over all weights of the sample variance of the per-sample gradients (section 4.3).
 
@@ -105,6 +108,7 @@ def variance_from_sums(sum_of_squared_norms: float, samples: int, mean_gradient_
     return max(variance, 0.0)  # max(0.0, variance) would take NaN for 0
 
 
+@checked
 def required_batch_size(
     variance: float, mean_gradient_squared_norm: float, dataset_size: int | None, theta: float
 ) -> int:
@@ -153,6 +157,7 @@ def required_batch_size(
     return min(dataset_size, max(1, math.ceil(dataset_size * variance / denominator)))
 
 
+@checked
 def norm_test_batch_size(
     squared_norms: Tensor, mean_gradient_squared_norm: float, dataset_size: int | None, theta: float
 ) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.layers.calls import LayerCall
 from lightning_struct.functional.layers.kinds import (
     COUPLING,
@@ -25,6 +26,7 @@ from lightning_struct.functional.layers.kinds import (
 from lightning_struct.functional.layers.recognition import forget_recognized, recognized_kind
 
 
+@checked
 def register_layer(
     layer_type: type[nn.Module] | None = None,
     matrix: Matrix | None = None,
@@ -121,6 +123,7 @@ def register_layer(
     return None
 
 
+@checked
 def unregister_layer(layer_type: type[nn.Module]) -> None:
     """Take back what :func:`register_layer` declared of a type; nothing if it was not declared.
 

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.vectors import inner
 
 _BLOCKS = 8  # of rows of a Gram matrix
@@ -97,6 +98,7 @@ class DenseJacobian(Jacobian):
         tensor([3., 1.])
     """
 
+    @checked
     def __init__(self, matrix: Tensor) -> None:
         self._matrix, self.dtype = matrix, matrix.dtype
         self.shape = (matrix.shape[0], matrix.shape[1])

@@ -10,9 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_struct.functional.checks import check_dense, checked
+
 ONLY_BLOCK = "residual"
 
 
+@checked
 @dataclass(frozen=True)
 class LeastSquares:
     """f = Σ_b w_b ½ mean_i r²_{b,i} of the residuals r that the module itself returns, in blocks b.
@@ -91,6 +94,7 @@ def residual_blocks(returned: Any) -> dict[str, Tensor]:
             if isinstance(block, Tensor) and block.is_complex():
                 got += ". Return real and imaginary parts: torch.view_as_real(residuals)"
             raise TypeError(f"block {name!r} of the residuals must be a tensor of floating-point numbers, got {got}")
+        check_dense(f"block {name!r} of the residuals", block)
     return {name: block if block.ndim > 0 else block[None] for name, block in returned.items()}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.solvers.least_squares import RightPreconditioner
 from lightning_struct.functional.vectors import Vector, dot, leaves, norm, structured
 
@@ -46,6 +47,7 @@ class ConjugateGradientResult:
         return norm(leaves(self.residual)).item()
 
 
+@checked
 def conjugate_gradient(
     matvec: Callable[[Any], Any],
     b: Vector,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_struct.functional.checks import checked
+
 # A larger λ than this changes nothing: its square is beyond the range in which float32 adds a curvature to it. Without
 # a bound λ grows at each step of a run that has converged, until it overflows.
 MAX_DAMPING = 1e9
@@ -13,6 +15,7 @@ MAX_DAMPING = 1e9
 _SHORTEST_STEP, _SLOWER = 0.1, 0.2
 
 
+@checked
 def reduction_ratio_rule(
     damping: float,
     reduction_ratio: float,
@@ -57,6 +60,7 @@ def check_levenberg_marquardt(drop: float, lower: float, upper: float, min_dampi
         raise ValueError(f"0 <= min_damping <= max_damping > 0 must hold, got {min_damping} and {max_damping}")
 
 
+@checked
 @dataclass(frozen=True)
 class ScaledDamping:
     """A step scale and a damping, as :func:`next_batch_rule` sets them.
@@ -70,6 +74,7 @@ class ScaledDamping:
     damping: float
 
 
+@checked
 def next_batch_rule(
     now: ScaledDamping,
     ratio: float,

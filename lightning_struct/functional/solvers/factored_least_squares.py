@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.randomness import normal_numbers
 from lightning_struct.functional.residuals.jacobians import DenseJacobian, Jacobian, lower_gram
 
@@ -74,6 +75,7 @@ class FactoredLeastSquares(_AllDampings):
         tensor([0.5000, 1.6000])
     """
 
+    @checked
     def __init__(self, jacobian: Tensor) -> None:
         self.jacobian = jacobian
         self._tall = jacobian.shape[0] >= jacobian.shape[1]
@@ -134,6 +136,7 @@ class GramLeastSquares(_AllDampings):
         tensor([0.5000, 1.6000])
     """
 
+    @checked
     def __init__(
         self,
         jacobian: Tensor | Jacobian,
@@ -194,6 +197,7 @@ def _largest_eigenvalue(lower: Tensor, start: Tensor) -> float:
     return max(largest.item(), 0.0)
 
 
+@checked
 def geodesic_acceleration(
     solver: DampedSolver,
     residual: Tensor,

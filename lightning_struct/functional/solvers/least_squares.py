@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.vectors import (
     Vector,
     dot,
@@ -33,6 +34,7 @@ from lightning_struct.functional.vectors import (
 )
 
 
+@runtime_checkable
 class RightPreconditioner(Protocol):
     """A right preconditioner C: the solver works in y = C x, so on the operator A C⁻¹.
 
@@ -72,6 +74,7 @@ class LeastSquaresResult:
     stop_reason: str
 
 
+@checked
 def lsmr(
     matvec: Callable[[Any], Any],
     rmatvec: Callable[[Any], Any],
@@ -134,6 +137,7 @@ def lsmr(
     return _iterate(problem, lsmr_steps, maxiter, atol, btol, callback)
 
 
+@checked
 def lsqr(
     matvec: Callable[[Any], Any],
     rmatvec: Callable[[Any], Any],

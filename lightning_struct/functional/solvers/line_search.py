@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning_struct.functional.checks import checked
+
 
 @dataclass(frozen=True)
 class LineSearchResult:
@@ -22,6 +24,7 @@ class LineSearchResult:
     evaluations: int
 
 
+@checked
 def armijo(
     function: Callable[[float], float],
     value: float,

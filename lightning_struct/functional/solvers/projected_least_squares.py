@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.vectors import float32_holds, inner, root
 
 _CHECK_EVERY = 10
@@ -52,6 +53,7 @@ class ProjectedLeastSquares:
         tensor([0.5000, 1.6000])
     """
 
+    @checked
     def __init__(
         self,
         matvec: Callable[[Tensor], Tensor],

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from lightning_struct.functional.checks import checked
+
 # Entries of the largest matrix that is formed without being asked for at each step of training: 16 MiB in float32. And
 # of the largest that is prepared for weights that do not change: 64 MiB.
 LARGEST_MATRIX = 2048 * 2048
@@ -185,6 +187,7 @@ def monarch_factors_are_faster(m: int, n: int, parameters: int, batch: int) -> b
     return m * n > LARGEST_PREPARED_MATRIX or (min(m, n) >= at_least and 2 * parameters <= m * n)
 
 
+@checked
 def choose_tridiagonal_method(device: torch.device) -> str:
     """The method of LDR-TD for a device: ``"recurrence"`` on a CPU, elsewhere ``"giant_steps"``.
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.structured.arguments import (
     computing_dtype,
     promoted_dtype,
@@ -46,6 +47,7 @@ __all__ = ["displacement_rank", "krylov_matrix", "ldr_matmul", "ldr_to_dense", "
 Operator = DisplacementOperator | Tensor
 
 
+@checked
 def ldr_to_dense(a: Operator, b: Operator, G: Tensor, H: Tensor, method: str = "auto") -> Tensor:
     """M = Σ_i K(A, g_i) K(Bᵀ, h_i)ᵀ, equation (2) of Thomas et al.
 
@@ -89,6 +91,7 @@ def ldr_to_dense(a: Operator, b: Operator, G: Tensor, H: Tensor, method: str = "
     return _rounded(columns_of_a.mT @ columns_of_b, G, H)  # equation (2)
 
 
+@checked
 def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method: str = "auto") -> Tensor:
     """x Mᵀ for M = Σ_i K(A, g_i) K(Bᵀ, h_i)ᵀ, equation (2) of Thomas et al.
 
@@ -139,6 +142,7 @@ def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method
     return _rounded(krylov_product(columns_of_a, columns_of_b, x.to(columns_of_a.dtype)), G, H, x)  # equation (2)
 
 
+@checked
 def sylvester_displacement(M: Tensor, a: Operator, b: Operator) -> Tensor:
     """AM - MB, the Sylvester displacement: equation (1) of Thomas et al.
 
@@ -167,6 +171,7 @@ def sylvester_displacement(M: Tensor, a: Operator, b: Operator) -> Tensor:
     return a.matvec(M.mT).mT - b.rmatvec(M)  # equation (1): AM - MB
 
 
+@checked
 def displacement_rank(M: Tensor, a: Operator, b: Operator, rtol: float | None = None) -> int:
     """The numerical rank of AM - MB, the displacement rank of M (Thomas et al., section 2).
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.structured.cost_model import factors_are_faster
 
 
@@ -55,6 +56,7 @@ class DisplacementOperator(ABC):
             raise ValueError(f"an operator of size {self.size} multiplies (..., {self.size}), not {tuple(v.shape)}")
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class SubdiagonalOperator(DisplacementOperator):
     """The subdiagonal operator of LDR-SD: A[i + 1, i] = ``subdiagonal[i]``, A[0, n - 1] = ``corner``, all else is zero.
@@ -102,6 +104,7 @@ class SubdiagonalOperator(DisplacementOperator):
         return torch.cat([self.subdiagonal * v[..., 1:], self.corner * v[..., :1]], -1)
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class TridiagonalOperator(DisplacementOperator):
     """The tridiagonal operator of LDR-TD: three diagonals and two corners.
@@ -157,6 +160,7 @@ class TridiagonalOperator(DisplacementOperator):
         return from_left + self.diagonal * v + from_right
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class ShiftOperator(DisplacementOperator):
     """The shift Z_f: ones below the diagonal and f in the corner, so that Z_1 rotates a vector downwards.
@@ -202,6 +206,7 @@ class ShiftOperator(DisplacementOperator):
         return torch.cat([v[..., 1:], self.f * v[..., :1]], -1)
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class DiagonalOperator(DisplacementOperator):
     """The diagonal matrix diag(d), an operator of the Vandermonde- and Cauchy-like classes (Thomas et al., Table 5).
@@ -238,6 +243,7 @@ class DiagonalOperator(DisplacementOperator):
         return self.d * v
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class DenseOperator(DisplacementOperator):
     """Any matrix, such as the inverse of an operator.
@@ -275,6 +281,7 @@ class DenseOperator(DisplacementOperator):
         return v.to(dtype) @ self.matrix.mT.to(dtype)
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class TransposedOperator(DisplacementOperator):
     """The transpose of another operator.
@@ -326,6 +333,7 @@ def _require_tensor(name: str, tensor: Tensor, ndim: int) -> None:
         raise ValueError(f"{name} must have {ndim} dimension{'s' * (ndim != 1)}, got shape {tuple(tensor.shape)}")
 
 
+@checked
 def krylov_matrix(op: DisplacementOperator | Tensor, v: Tensor, columns: int | None = None) -> Tensor:
     """K(A, v), whose column j is Aʲv (Thomas et al., Proposition 3), by one product with A for each column.
 

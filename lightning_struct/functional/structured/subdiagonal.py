@@ -28,6 +28,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.structured.arguments import (
     by_rows,
     computing_dtype,
@@ -95,6 +96,7 @@ class KrylovTrees:
         return self.left.matmul(self.right.rmatmul(rows))  # equation (2): Σᵢ K(A, gᵢ) K(B, hᵢ)ᵀ x
 
 
+@checked
 def subdiagonal_matmul(
     a_subdiagonal: Tensor,
     a_corner: Tensor,
@@ -171,6 +173,7 @@ def subdiagonal_product(*tensors: Tensor, method: str) -> Tensor:
     return product.to(torch.promote_types(parameters[4].dtype, x.dtype))
 
 
+@checked
 def subdiagonal_to_dense(
     a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor, G: Tensor, H: Tensor
 ) -> Tensor:
@@ -214,6 +217,7 @@ _product = opaque_operator(
 _matrix = opaque_operator("subdiagonal_to_dense", _computed_matrix, lambda t: t[4].new_empty(len(t[4]), len(t[5])))
 
 
+@checked
 def prepare_subdiagonal(
     a_subdiagonal: Tensor,
     a_corner: Tensor,
@@ -280,6 +284,7 @@ def subdiagonal_factors(*parameters: Tensor) -> PreparedMatrix:
     return DenseMatrix(subdiagonal_to_dense(*parameters).contiguous())
 
 
+@checked
 def choose_subdiagonal_method(
     a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor, rank: int, batch: int = 1
 ) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.structured.arguments import (
     by_rows,
     computing_dtype,
@@ -23,6 +24,7 @@ from lightning_struct.functional.structured.scaled_toeplitz import scaled_toepli
 from lightning_struct.functional.structured.spectra import ScaledToeplitzSpectra
 
 
+@checked
 def toeplitz_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.0, g: float | Tensor = -1.0) -> Tensor:
     """x Mᵀ for M = Σᵢ K(Z_f, gᵢ) K(Z_g, hᵢ)ᵀ, with p = min(m, n) columns in each Krylov matrix.
 
@@ -109,6 +111,7 @@ _LARGEST_HADAMARD_FACTOR = 32
 _CAUCHY_ENTRIES = 2**22
 
 
+@checked
 def hadamard_transform(x: Tensor, normalize: bool = False) -> Tensor:
     """The Walsh-Hadamard transform H_n x in Hadamard's order, O(n log n): H_1 = [1], H_2n = [[H_n, H_n], [H_n, -H_n]].
 
@@ -144,6 +147,7 @@ def hadamard_transform(x: Tensor, normalize: bool = False) -> Tensor:
     return rows.reshape(x.shape).to(x.dtype)
 
 
+@checked
 def circulant_matmul(column: Tensor, x: Tensor, out_features: int | None = None) -> Tensor:
     """x Mᵀ for the first m rows and n columns M of the circulant matrix C_ij = column[(i - j) mod k]; O(k log k).
 
@@ -191,6 +195,7 @@ def circulant_product(spectrum: Tensor, x: Tensor, size: int) -> Tensor:
     return torch.fft.irfft(hat, size, norm="forward") / size
 
 
+@checked
 def hankel_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.0, g: float | Tensor = 0.0) -> Tensor:
     """x Mᵀ for M = Σ_i K(Z_f, g_i) K(Z_gᵀ, h_i)ᵀ: a Toeplitz-like product with x and H reversed, O(r n log n).
 
@@ -218,6 +223,7 @@ def hankel_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.0,
     return toeplitz_like_matmul(G, H.flip(0), x.flip(-1), f, g)
 
 
+@checked
 def vandermonde_like_matmul(nodes: Tensor, G: Tensor, H: Tensor, x: Tensor) -> Tensor:
     """x Mᵀ for M = Σ_i K(diag(v), g_i) K(Z_0, h_i)ᵀ, v the nodes; O(m n r) and transforms for each row of x.
 
@@ -271,6 +277,7 @@ def vandermonde_like_to_dense(nodes: Tensor, G: Tensor, H: Tensor) -> Tensor:
     return torch.fft.irfft(hats, length)[:, :n].to(dtype)
 
 
+@checked
 def cauchy_like_matmul(s: Tensor, t: Tensor, G: Tensor, H: Tensor, x: Tensor, *, check_nodes: bool = True) -> Tensor:
     """x Mᵀ for the M with diag(s) M - M diag(t) = G Hᵀ, M_ij = (G Hᵀ)_ij / (s_i - t_j); O(mnr), by parts of M.
 

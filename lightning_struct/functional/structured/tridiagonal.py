@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.structured.arguments import (
     promoted_dtype,
     require_generators,
@@ -75,6 +76,7 @@ class TridiagonalFactors:
         return tridiagonal_matmul(*_operators([*self.a, *self.b]), self.G, self.H, x)
 
 
+@checked
 def tridiagonal_matmul(
     a: TridiagonalOperator, b: TridiagonalOperator, G: Tensor, H: Tensor, x: Tensor, method: str = "auto"
 ) -> Tensor:
@@ -114,6 +116,7 @@ def _computed_product(*tensors: Tensor, method: str) -> Tensor:
     return krylov_product(left, right, x.to(left.dtype)).to(dtype)  # equation (2), Krylov matrices formed (section 3)
 
 
+@checked
 def tridiagonal_to_dense(
     a: TridiagonalOperator, b: TridiagonalOperator, G: Tensor, H: Tensor, method: str = "auto"
 ) -> Tensor:

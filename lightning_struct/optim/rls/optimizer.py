@@ -15,6 +15,7 @@ from lightning_struct.optim.memory import bytes_as_text, table
 from lightning_struct.optim.requirements import (
     WEIGHTS_ALONE,
     check_module,
+    check_optimizer_state,
     hidden_parameters,
     refuse_distributed_tensors,
     warn_of_hidden,
@@ -353,6 +354,7 @@ class RLS(OptimizerWithAuxiliary):
                 changed.
         """
         self._share_groups()
+        check_optimizer_state(state_dict)
         saved = state_dict["state"].get("rls", {})
         weights = {weight.name: weight for weight in self._weights}
         for name, state in saved.items():

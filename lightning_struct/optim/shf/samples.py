@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_struct.collective import all_gather_rows, rank, world_size
-from lightning_struct.functional.checks import NotFinite
+from lightning_struct.functional.checks import NotFinite, check_dense
 from lightning_struct.functional.layers.calls import rows_of_arguments, tensors_in
 
 Batches: TypeAlias = Sequence[tuple[Any, Tensor]]
@@ -96,6 +96,7 @@ class Samples:
                 holds NaN or infinity. All processes raise alike.
         """
         args = arguments(inputs)
+        check_data(args, targets)
         tensors = [t for t in (*args, targets) if isinstance(t, Tensor)]
         if not all(t.ndim for t in tensors):
             raise ValueError(
@@ -191,6 +192,24 @@ def arguments(inputs: Any) -> tuple[Any, ...]:
     """The module's arguments: the inputs themselves, or the items of a tuple or list (torch's collate makes lists)."""
     several = isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence)
     return tuple(inputs) if several else (inputs,)
+
+
+def check_data(inputs: tuple[Any, ...], targets: Tensor | None) -> None:
+    """Raise TypeError for a sparse, quantised or empty (meta) tensor among inputs and targets, or in a dict in them."""
+    if any(isinstance(value, str) for value in inputs):
+        raise TypeError(f"inputs must be tensors, or dicts of tensors, got {inputs!r:.80}")
+    for name, value in (("inputs", inputs), ("targets", targets)):
+        for tensor in tensors_in(value):
+            check_dense(f"every tensor in {name}", tensor, has_numbers=True)
+
+
+def refuse_other_dtypes(inputs: Any, weights: Mapping[str, Tensor], error: RuntimeError) -> None:
+    """Raise TypeError if inputs and weights have different dtypes, as torch's error of a layer does not name them."""
+    of_inputs = {tensor.dtype for tensor in tensors_in(inputs)}
+    of_weights = {weight.dtype for weight in weights.values()}
+    if "dtype" in str(error) or "type" in str(error):
+        taken, has = (", ".join(sorted(map(str, dtypes))) for dtypes in (of_inputs, of_weights))
+        raise TypeError(f"the module cannot take inputs of {taken} with weights of {has}: convert one") from error
 
 
 def check_arguments(module: nn.Module, args: tuple[Any, ...], remedy: str = "") -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.optim.requirements import WEIGHTS_ALONE
+from lightning_struct.optim.requirements import WEIGHTS_ALONE, check_optimizer_state
 from lightning_struct.optim.shf.report import PhaseTimer
 from lightning_struct.optim.shf.settings import is_damping
 
@@ -138,6 +138,7 @@ def check_state(state_dict: Mapping[str, Any], options: Mapping[str, Any], weigh
     Raises:
         ValueError: see above.
     """
+    check_optimizer_state(state_dict)
     groups = state_dict["param_groups"]
     if len(groups) != 1 or not groups[0].keys() >= options.keys():
         raise ValueError(f"the state is of another optimizer than SHF. {WEIGHTS_ALONE}")

@@ -15,7 +15,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from lightning_struct.functional.checks import first_line
+from lightning_struct.functional.checks import checked, first_line
 from lightning_struct.functional.layers.calls import LayerCall, Samples, admissible_sizes, tensors_in
 from lightning_struct.functional.layers.kinds import couples_samples
 from lightning_struct.functional.layers.per_sample.contributions import Contribution, Dense, Uncovered, squared_norms
@@ -131,6 +131,7 @@ class GradientNormRecorder:
         [('weight', torch.Size([4])), ('bias', torch.Size([4]))]
     """
 
+    @checked
     def __init__(
         self,
         module: nn.Module,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from lightning_struct.optim.shf.outputs.preconditioner import (
 )
 from lightning_struct.optim.shf.outputs.solve import solve, update_along
 from lightning_struct.optim.shf.report import StepReport
-from lightning_struct.optim.shf.samples import Batches, arguments, check_arguments
+from lightning_struct.optim.shf.samples import Batches, arguments, check_arguments, refuse_other_dtypes
 from lightning_struct.optim.shf.settings import CG, Kronecker, NextBatch, Settings, name_of
 from lightning_struct.optim.shf.step_state import StepState
 from lightning_struct.optim.shf.steps import Steps, Update
@@ -93,9 +93,13 @@ class OutputSteps(Steps):
         Raises:
             ValueError: no samples on any process.
         """
-        self._validation = None if batches is None else list(batches)
-        if self._validation is None:
+        self._validation = None
+        if batches is None:
             return
+        is_list = isinstance(batches, Sequence)
+        if not is_list or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in batches):
+            raise TypeError(f"batches must be a list of pairs (inputs, targets), got {batches!r:.80}")
+        self._validation = list(batches)
         samples = sum(len(targets) for _, targets in self._validation)
         if not any(count for (count,) in gather_numbers([samples], device)):
             self._validation = None
@@ -241,6 +245,9 @@ class OutputSteps(Steps):
                 )
             except TypeError:
                 check_arguments(self.module, arguments(inputs))
+                raise
+            except RuntimeError as error:
+                refuse_other_dtypes(inputs, now.weights, error)
                 raise
         if model.uncovered is not None:
             now.memory = replace(now.memory, uncovered=True)

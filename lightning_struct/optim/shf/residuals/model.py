@@ -27,7 +27,7 @@ from lightning_struct.functional.residuals.residual_rows import BatchResiduals, 
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.torch_tools import tree_leaves
 from lightning_struct.functional.vectors import inner
-from lightning_struct.optim.shf.samples import FlatWeights, any_not_finite, arguments, refusal_of_batch
+from lightning_struct.optim.shf.samples import FlatWeights, any_not_finite, arguments, check_data, refusal_of_batch
 from lightning_struct.optim.shf.step_state import BufferUpdates
 
 # Parts of a batch whose gradients tell the variance, where J is not formed.
@@ -77,6 +77,7 @@ class ResidualModel:
         self.weights = FlatWeights(weights)
         self._dtype, self._device = self.weights.vector.dtype, self.weights.vector.device
         args = arguments(inputs)
+        check_data(args, None)
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         flags = [any_not_finite(tensors, self._device)]
         if self._device.type == "cpu":  # else they are looked at with the loss

@@ -394,7 +394,7 @@ def test_an_option_out_of_range_is_named(solver: Solver, options: dict[str, Any]
         (gaussian(6, seed=1), None, lambda x: x[:, None], ValueError, r"product with A .*\(6, 1\).*\(6,\)"),
         (gaussian(6, seed=1), gaussian(6, 1, seed=2), lambda x: x[:, 0], ValueError, r"transpose .*\(6,\).*\(6, 1\)"),
         ({"first": gaussian(6)}, None, lambda x: {"other": x["first"]}, ValueError, r"\['other'\].*\['first'\]"),
-        ([1.0, 2.0], None, lambda x: x, TypeError, "b must be .* list"),
+        ([1.0, 2.0], None, lambda x: x, TypeError, "b must be"),
     ],
     ids=["product", "start", "names", "list"],
 )

@@ -62,7 +62,7 @@ CALLS: dict[Callable, dict[str, object]] = {
     F.laplacian: {"function": torch.sum, "points": points},
     F.ldr_matmul: {"a": operator, "b": operator, "x": vector, **generators},
     F.ldr_to_dense: {"a": operator, "b": operator, **generators},
-    F.levenberg_marquardt: {"damping": 1.0, "reduction_ratio": 1.0},
+    F.reduction_ratio_rule: {"damping": 1.0, "reduction_ratio": 1.0},
     F.linearize: {"function": linear, "params": {}},
     F.lsmr: {"matvec": torch.clone, "rmatvec": torch.clone, "b": vector},
     F.lsqr: {"matvec": torch.clone, "rmatvec": torch.clone, "b": vector},

@@ -74,7 +74,6 @@ def test_values_that_are_no_number_per_point_are_refused(points):
     [
         (polynomial, (5, 3), {"once": [3]}, r"once=\[3\] names coordinate 3 of points \(5, 3\)"),
         (polynomial, (5, 3), {"twice": [0, 7]}, r"twice=\[0, 7\] names coordinate 7"),
-        (polynomial, (5, 3), {"once": 1}, r"once=1 must be a list of coordinates: once=\[1\]"),
         (torch.sin, (5,), {"once": [0]}, r"points are \(n, d\), but these are \(5,\): give \(n, 1\), as points"),
         (torch.sin, (5, 2), {"once": [0]}, r"values \(5, 2\) .* take them one by one, as lambda x: u\(x\)\[:, 0\]"),
     ],

@@ -42,6 +42,14 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
     Raises:
         ValueError: the model has no adapters.
         TypeError: the class of an adapter has an argument that the adapter does not know any more.
+
+    Example:
+        >>> import tempfile
+        >>> from lightning_struct.nn import LowRank, add_adapters
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_adapters(add_adapters(nn.Linear(8, 8), LowRank), folder)
+        ...     "adapters.json" in [file.name for file in Path(folder).iterdir()]
+        True
     """
     require_adapters(model)
     layers = {}

@@ -47,6 +47,12 @@ class CurveFit:
             ``"xtol"`` (the same of the parameters), ``"gtol"`` (the columns of J are orthogonal to the residuals),
             ``"max_steps"``, or ``"not_finite"`` (the first residuals or derivatives are NaN or infinite).
         steps: (...), int: steps that were tried.
+
+    Example:
+        >>> x = torch.linspace(0, 1, 20, dtype=torch.float64)
+        >>> fit = curve_fit(lambda x, a, b: a * x + b, x, 2 * x + 1, [0.0, 0.0])
+        >>> fit.parameters, fit.converged, fit.standard_errors.shape
+        (tensor([2., 1.], dtype=torch.float64), tensor(True), torch.Size([2]))
     """
 
     parameters: Tensor

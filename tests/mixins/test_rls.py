@@ -106,7 +106,7 @@ def test_a_training_step_without_a_loss_is_refused(returned, kind, tmp_path):
         def training_step(self, batch, batch_idx):
             return returned
 
-    with pytest.raises(MisconfigurationException, match=rf"WithoutLoss.training_step returned a {kind} but .*'loss'"):
+    with pytest.raises(MisconfigurationException, match=rf"WithoutLoss.training_step returned a {kind}, but .*'loss'"):
         fit(WithoutLoss(), tmp_path)
 
 

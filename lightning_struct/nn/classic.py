@@ -258,11 +258,8 @@ class ToeplitzLike(GeneratorLinear):
     def _square_multiply(self, x: Tensor) -> Tensor:
         return toeplitz_like_matmul(*self._generators(), x)
 
-    def _prepare(self, dense: bool) -> PreparedMatrix:
-        return super()._prepare(dense) if dense else self._part(self._prepare_square())
-
     def _prepare_factors(self) -> PreparedMatrix:
-        return self._part(self._prepare_square().reduced())
+        return self._part(self._prepare_square())
 
     def _prepare_square(self) -> ScaledToeplitzSpectra | ReversedColumns:
         return prepare_toeplitz_like(self.G, self.H)

@@ -95,7 +95,7 @@ class PreparedForms:
         with torch.inference_mode(False), torch.no_grad():
             form = is_dense(rows)
             if form not in self._by_form:
-                self._by_form[form] = prepare(form)
+                self._by_form[form] = _completed(prepare(form))
                 if not form and isinstance(self._by_form[form], DenseMatrix):  # one copy is enough
                     self._by_form[True] = self._by_form[form]
                     self._by_magnitude.clear()
@@ -245,7 +245,7 @@ class FrozenLinear(PreparingLinear):
     def _prepare(self, dense: bool) -> PreparedMatrix:
         """The matrix for products, dense or as it was frozen."""
         if not dense:
-            return _completed(_with_buffers_of(self, self._matrix))
+            return _with_buffers_of(self, self._matrix)
         return prepare_dense(self._entries() if self.dtype in HALF_PRECISION else self.to_dense())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

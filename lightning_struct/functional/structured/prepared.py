@@ -123,10 +123,5 @@ class ReversedColumns:
 
     matrix: PreparedMatrix
 
-    def reduced(self) -> ReversedColumns:
-        """The same without what can be made anew."""
-        reduced = getattr(self.matrix, "reduced", None)
-        return self if reduced is None else ReversedColumns(reduced())
-
     def matmul(self, x: Tensor) -> Tensor:
         return self.matrix.matmul(x.flip(-1))

@@ -19,7 +19,7 @@ The paper needs log₂ n levels of transforms (Theorem 1); this is one level. Th
 - under compilers and ``vmap``, :func:`~.spectra.plain_product`, by such operations too;
 - for weights that do not change, :class:`~.spectra.ScaledToeplitzSpectra`, from spectra that are prepared:
   for many rows an autograd function in x alone;
-- and for square ones of them :class:`~.fourier.HalfLengthProducts`, by complex transforms of half the length.
+- and for few rows, if M is square, :class:`~.fourier.HalfLengthProduct`, by complex transforms of half the length.
 """
 
 from __future__ import annotations

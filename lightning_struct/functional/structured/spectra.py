@@ -17,12 +17,13 @@ from torch.nn import functional as F
 
 from lightning_struct.functional.structured.arguments import by_rows, has_values
 from lightning_struct.functional.structured.cost_model import (
-    half_length_is_faster,
+    are_few_rows,
+    half_length_pays,
     prepared_matrix_is_faster,
     transform_length,
 )
 from lightning_struct.functional.structured.fourier import (
-    HalfLengthProducts,
+    HalfLengthProduct,
     as_pair,
     multiplied,
     real_irfft,
@@ -161,7 +162,7 @@ class ScaledToeplitzSpectra:
         out_scale: a, (m,).
         in_scale: b, (n,).
         middle: ρ, (p,).
-        half_length: the products by complex transforms of half the length, where they are faster.
+        half_length: the product of few rows by complex transforms of half the length, if that is faster.
     """
 
     left: Tensor
@@ -169,7 +170,7 @@ class ScaledToeplitzSpectra:
     out_scale: Tensor
     in_scale: Tensor
     middle: Tensor
-    half_length: HalfLengthProducts | None
+    half_length: HalfLengthProduct | None = None
 
     keeps_precision: ClassVar[bool] = True
 
@@ -180,30 +181,20 @@ class ScaledToeplitzSpectra:
         """The spectra of the matrix of :func:`~.scaled_toeplitz.scaled_toeplitz_matmul`."""
         parameters = (G, H, a_subdiagonal, a_corner, b_subdiagonal, b_corner)
         sides = [GeneratorSpectra.of(*side) for side in by_side(parameters)]
-        (a, f, g, left), (b, w, h, right) = (
-            [tensor[k] for tensor in (side.scale, side.corner, side.generators, side.spectra)]
-            for k, side in ((0, sides[0]), (-1, sides[-1]))
-        )
-        middle = middle_scale(sides)
-        is_faster = half_length_is_faster(a.shape[0], b.shape[0], g.shape[0], G.device)
-        half_length = HalfLengthProducts.of(g, h, a, f, b, w, middle) if is_faster else None
-        return ScaledToeplitzSpectra(left, right.conj().resolve_conj(), a, b, middle, half_length)
+        a, left, b, right = sides[0].scale[0], sides[0].spectra[0], sides[-1].scale[-1], sides[-1].spectra[-1]
+        return ScaledToeplitzSpectra(left, right.conj().resolve_conj(), a, b, middle_scale(sides))
 
     def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
         return prepared_matrix_is_faster(m, n, self.left.shape[0], rows)
 
-    def reduced(self) -> ScaledToeplitzSpectra:
-        """The spectra without what can be made of them anew."""
-        return replace(self, half_length=None)
-
     def completed(self) -> ScaledToeplitzSpectra:
-        """The spectra with what :meth:`reduced` leaves out."""
+        """The spectra with the product by transforms of half the length, if that is faster."""
         (m,), (n,) = self.out_scale.shape, self.in_scale.shape
-        if self.half_length is not None or not half_length_is_faster(m, n, self.left.shape[0], self.left.device):
+        if self.half_length is not None or not half_length_pays(m, n, self.left.device):
             return self
         g, f = _head_and_factor_of_tail(self.left, m)
         h, w = _head_and_factor_of_tail(self.right.conj(), n)
-        return replace(self, half_length=HalfLengthProducts.of(g, h, self.out_scale, f, self.in_scale, w, self.middle))
+        return replace(self, half_length=HalfLengthProduct.of(g, h, self.out_scale, f, self.in_scale, w, self.middle))
 
     def matmul(self, x: Tensor) -> Tensor:
         """x Mᵀ, (..., m) for x (..., n), in the dtype of x; computed in that of M."""
@@ -212,7 +203,7 @@ class ScaledToeplitzSpectra:
     def _multiply(self, rows: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # what must not depend on the number of rows
             return self.multiply_plainly(rows)
-        if self.half_length is not None:
+        if self.half_length is not None and are_few_rows(rows.shape[0], self.left.shape[0]):
             return self.half_length.matmul(rows)
         return _InputProduct.apply(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
 

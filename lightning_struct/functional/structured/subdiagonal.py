@@ -260,7 +260,7 @@ def prepare_subdiagonal(
     if method == "tree":
         return KrylovTrees.of(*computed)
     _refuse_zeros(*parameters[:4])
-    return ScaledToeplitzSpectra.of(*computed[4:], *computed[:4])
+    return ScaledToeplitzSpectra.of(*computed[4:], *computed[:4]).completed()
 
 
 def subdiagonal_factors(*parameters: Tensor) -> PreparedMatrix:
@@ -277,7 +277,7 @@ def subdiagonal_factors(*parameters: Tensor) -> PreparedMatrix:
     if method is not None:
         dtype = _inside(method, *parameters)
         computed = [tensor.to(dtype) for tensor in parameters]
-        return ScaledToeplitzSpectra.of(*computed[4:], *computed[:4]).reduced()
+        return ScaledToeplitzSpectra.of(*computed[4:], *computed[:4])
     trees = KrylovTrees.of(*(tensor.to(computing_dtype(*parameters)) for tensor in parameters))
     if trees.left.leaves.numel() + trees.right.leaves.numel() < len(parameters[4]) * len(parameters[5]):
         return trees

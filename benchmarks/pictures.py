@@ -245,7 +245,7 @@ USPS = {
     "HF": "Martens' method",
 }
 MNIST = {"MNIST, SHF, Kronecker": "SHF, Kronecker factors", "MNIST, Adam 3e-3, falling": "Adam"}
-GROWING = tuple(task for task in growing_batch_size.TASKS if task != "cifar_all")
+GROWING = tuple(task for task in growing_batch_size.TASKS if task not in growing_batch_size.EXTRA)
 PICTURES: dict[str, Callable[[], Figure]] = {
     "compress": compressed,
     "growing_batch_size": growing_batches,

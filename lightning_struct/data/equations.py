@@ -68,7 +68,6 @@ class Box(Region):
                 [...,  0.0000]], dtype=torch.float64)
     """
 
-    @checked
     def __init__(self, low: Sequence[float], high: Sequence[float]) -> None:
         if isinstance(low, int | float) or isinstance(high, int | float):
             raise MisconfigurationException(

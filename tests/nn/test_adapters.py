@@ -414,7 +414,7 @@ def test_classes_of_modules_are_trained():
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     add_adapters(model, Circulant, train=nn.LayerNorm)
     assert trainable(model) == {"0.update.adapter.column", "1.weight", "1.bias"}
-    with pytest.raises(TypeError, match="no adapter for 0: an adapter must be a structured layer.*Linear"):
+    with pytest.raises(TypeError, match="no adapter for 0: adapter must be a StructuredLinear.*Linear"):
         add_adapters(made(), nn.Linear)
     with pytest.raises(TypeError, match="train takes names of modules and parameters.*, but has"):
         add_adapters(made(), FACTORY, train=[int])

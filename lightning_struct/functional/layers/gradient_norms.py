@@ -81,7 +81,7 @@ def per_sample_gradient_norms(module: nn.Module) -> Iterator[GradientNorms]:
 
 
 @checked
-def gradient_variance(squared_norms: Tensor, mean_gradient_squared_norm: float) -> float:
+def gradient_variance(squared_norms: Tensor, mean_gradient_squared_norm: float | Tensor) -> float:
     """‖Var‖₁, the sum over all weights of the sample variance of the per-sample gradients (section 4.3).
 
     Args:
@@ -97,7 +97,7 @@ def gradient_variance(squared_norms: Tensor, mean_gradient_squared_norm: float) 
         2.0
     """
     total = squared_norms.sum(dtype=torch.float64).item()
-    return variance_from_sums(total, squared_norms.shape[0], mean_gradient_squared_norm)
+    return variance_from_sums(total, squared_norms.shape[0], float(mean_gradient_squared_norm))
 
 
 def variance_from_sums(sum_of_squared_norms: float, samples: int, mean_gradient_squared_norm: float) -> float:
@@ -110,7 +110,7 @@ def variance_from_sums(sum_of_squared_norms: float, samples: int, mean_gradient_
 
 @checked
 def required_batch_size(
-    variance: float, mean_gradient_squared_norm: float, dataset_size: int | None, theta: float
+    variance: float | Tensor, mean_gradient_squared_norm: float | Tensor, dataset_size: int | None, theta: float
 ) -> int:
     """The paper's n̂ (equation 14, Algorithm 2): the batch at which the norm test holds.
 
@@ -136,6 +136,7 @@ def required_batch_size(
         >>> required_batch_size(variance=4.0, mean_gradient_squared_norm=1.0, dataset_size=100, theta=0.5)
         14
     """
+    variance, mean_gradient_squared_norm = float(variance), float(mean_gradient_squared_norm)
     if not theta > 0:
         raise ValueError(f"theta must be > 0, got {theta}")
     if not (0 <= variance < math.inf and 0 <= mean_gradient_squared_norm < math.inf):
@@ -159,7 +160,7 @@ def required_batch_size(
 
 @checked
 def norm_test_batch_size(
-    squared_norms: Tensor, mean_gradient_squared_norm: float, dataset_size: int | None, theta: float
+    squared_norms: Tensor, mean_gradient_squared_norm: float | Tensor, dataset_size: int | None, theta: float
 ) -> int:
     """n̂ of one batch from its per-sample squared gradient norms; see :func:`required_batch_size`.
 

@@ -56,7 +56,6 @@ class DisplacementOperator(ABC):
             raise ValueError(f"an operator of size {self.size} multiplies (..., {self.size}), not {tuple(v.shape)}")
 
 
-@checked
 @dataclass(frozen=True, eq=False)
 class SubdiagonalOperator(DisplacementOperator):
     """The subdiagonal operator of LDR-SD: A[i + 1, i] = ``subdiagonal[i]``, A[0, n - 1] = ``corner``, all else is zero.

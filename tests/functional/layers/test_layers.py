@@ -370,7 +370,7 @@ def test_a_rule_that_returns_other_shapes_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("declare", "error", "message"),
     [
-        (lambda: register_layer(nn.Linear(2, 2), like=nn.Linear), TypeError, "give the class, not a layer"),
+        (lambda: register_layer(nn.Linear(2, 2), like=nn.Linear), TypeError, "layer_type must be a type or None"),
         (lambda: register_layer(int, like=nn.Linear), TypeError, "declares a type of nn.Module"),
         (lambda: register_layer(Scale, like=nn.Softmax), ValueError, "like=Softmax, which is no known layer"),
         (lambda: register_layer(Scale, like="Linear"), TypeError, "like must be a type"),

@@ -377,7 +377,12 @@ MISTAKES = [
     (ldr_matmul, (A, B, G1, H1, gaussian(3, seed=0)), ValueError, r"x must be \(..., 4\).*\(3,\)"),
     (ldr_matmul, (A, diagonal(4), G1, H1, gaussian(4, seed=0), "tree"), ValueError, "these operators, got 'tree'"),
     (sylvester_displacement, (gaussian(3, 3, seed=0), A, B), ValueError, r"\(3, 4\)"),
-    (sylvester_displacement, (gaussian(3, 3, seed=0), "Z", A), TypeError, "matrix .*str"),
+    (
+        sylvester_displacement,
+        (gaussian(3, 3, seed=0), "Z", A),
+        TypeError,
+        "a must be a DisplacementOperator or a dense tensor, got 'Z'",
+    ),
     (displacement_rank, (gaussian(3, 4, seed=0), gaussian(3, 4, seed=0), B), ValueError, "square"),
     (displacement_rank, (torch.eye(3).long(), A, A), TypeError, "int64"),
     (displacement_rank, (torch.eye(3) / 0, A, A), ValueError, "not finite"),

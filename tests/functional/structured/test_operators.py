@@ -94,7 +94,7 @@ def test_a_matrix_becomes_a_dense_operator_and_an_operator_stays_itself():
         (lambda: DiagonalOperator(randn(2, 2)), ValueError, r"d .*\(2, 2\)"),
         (lambda: DiagonalOperator(randn(0)), ValueError, "d is empty"),
         (lambda: DenseOperator(randn(2, 3)), ValueError, r"square .*\(2, 3\)"),
-        (lambda: as_operator([[1.0]]), TypeError, "matrix .*list"),
+        (lambda: as_operator([[1.0]]), TypeError, "matrix must be a dense tensor"),
         (lambda: ShiftOperator(3, 1.0).matvec(randn(2, 4)), ValueError, r"size 3 .*\(2, 4\)"),
         (lambda: DiagonalOperator(randn(3)).rmatvec(randn(1)), ValueError, r"size 3 .*\(1,\)"),
     ],

@@ -272,7 +272,8 @@ def test_reports_are_those_of_one_process_with_the_whole_batch(
             assert report.pop("merit") is whole.pop("merit") is None
         if whole["next_batch_ratio"] is None:
             assert report.pop("next_batch_ratio") is whole.pop("next_batch_ratio") is None
-        assert report.pop("block_losses") == whole.pop("block_losses") == {}
+        for name_of_none in ("block_losses", "convergence"):
+            assert report.pop(name_of_none) == whole.pop(name_of_none) == {}
         merits, whole_merits = dict(report.pop("merits")), dict(whole.pop("merits"))
         assert report == pytest.approx(whole, rel=1e-9)
         assert merits == pytest.approx(whole_merits, rel=1e-9)

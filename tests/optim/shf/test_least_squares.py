@@ -1074,7 +1074,7 @@ def test_weights_are_finite_and_positive(weight: float) -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([1.0, 2.0], r"by the name of the block, .* got \[1.0, 2.0\]"),
+        ([1.0, 2.0], r"weights must be a Mapping or None, got \[1.0, 2.0\]"),
         ({"a": "2"}, "weight of block 'a' must be one number, got str"),
         ({"a": torch.ones(3)}, "weight of block 'a' must be one number, got Tensor. To weight rows, multiply"),
     ],

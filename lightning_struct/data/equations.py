@@ -68,12 +68,8 @@ class Box(Region):
                 [...,  0.0000]], dtype=torch.float64)
     """
 
+    @checked
     def __init__(self, low: Sequence[float], high: Sequence[float]) -> None:
-        if isinstance(low, int | float) or isinstance(high, int | float):
-            raise MisconfigurationException(
-                f"The corners of a Box are lists, one number for each coordinate: Box([{low}], [{high}]), "
-                f"not Box({low}, {high})"
-            )
         self.low, self.high = (torch.tensor(list(corner), dtype=torch.float64) for corner in (low, high))
         if self.low.shape != self.high.shape or self.low.numel() == 0 or not (self.low <= self.high).all():
             raise MisconfigurationException(

@@ -168,4 +168,4 @@ def test_resumed_run_ends_where_the_uninterrupted_one_ends(recipe, config):
     assert len(resumed.trainer.lr_scheduler_configs) == len(whole.trainer.lr_scheduler_configs)
     last = [torch.load(f"results/{recipe}/version_{run}/checkpoints/epoch={epochs - 1}.ckpt") for run in (0, 1)]
     weights, resumed_weights = (checkpoint["state_dict"] for checkpoint in last)
-    assert all(torch.equal(weights[name], resumed_weights[name]) for name in weights)
+    torch.testing.assert_close(resumed_weights, weights, rtol=0, atol=0)

@@ -40,7 +40,7 @@ class CurveFit:
     Attributes:
         parameters: (..., P).
         covariance: (..., P, P), s² (JᵀJ)⁻¹ with s² = Σ r² / (N - P); zero for parameters at a bound, infinite if J is
-            singular or N = P.
+            singular or, without ``absolute_sigma``, N = P.
         residuals: (..., N): f(x) - y, divided by sigma.
         converged: (...), bool: the fit ended within the tolerance, with finite numbers.
         reason: of each fit, in order: ``"ftol"`` (a step would change the sum of squares by less than the tolerance),
@@ -324,8 +324,8 @@ def inverse_of_normal_matrices(J: Tensor, held: Tensor) -> Tensor:
     """(JᵀJ)⁻¹, (B, P, P), by the columns of J scaled to norm one; infinite if J is singular, zero where held."""
     norms = torch.linalg.vector_norm(J, dim=1)
     scale = torch.where(norms > 0, norms, 1.0)
-    R = torch.linalg.qr((J / scale[:, None]).nan_to_num(), mode="r")[1]
-    R = R + torch.diag_embed(held.to(R.dtype))
+    rows = torch.cat([(J / scale[:, None]).nan_to_num(), torch.diag_embed(held.to(J.dtype))], 1)
+    R = torch.linalg.qr(rows, mode="r")[1]
     diagonal = R.diagonal(dim1=1, dim2=2).abs()
     is_singular = (diagonal <= torch.finfo(R.dtype).eps * R.shape[1]).any(1) | ~J.isfinite().all(2).all(1)
     eye = torch.eye(R.shape[1], dtype=R.dtype, device=R.device)

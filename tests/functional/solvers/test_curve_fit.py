@@ -130,7 +130,17 @@ def test_a_fit_within_bounds_rests_on_them_and_has_the_others_at_their_minimum(d
     held = curve_fit(lambda x, a, b: decay(x, a, b, float(bounds[0][2])), x, y[0], [1.0, 1.0])
     assert fit.converged and float(fit.parameters[2]) == bounds[0][2]
     torch.testing.assert_close(fit.parameters[:2], held.parameters, rtol=1e-6, atol=0)
-    assert fit.covariance[2].eq(0).all() and fit.covariance[0, 0] > 0
+    assert fit.covariance[2].eq(0).all()
+    torch.testing.assert_close(fit.covariance[:2, :2], held.covariance * 28 / 27, rtol=1e-4, atol=0)
+
+
+def test_the_covariance_of_the_others_is_right_if_the_first_parameter_rests_on_a_bound(decays):
+    x, y, _ = decays
+    first = float(curve_fit(decay, x, y[0], [1.0, 1.0, 1.0]).parameters[0]) + 0.1
+    fit = curve_fit(decay, x, y[0], [first + 1, 1.0, 1.0], bounds=([first, 0.0, 0.0], [5.0, 5.0, 5.0]))
+    held = curve_fit(lambda x, b, c: decay(x, first, b, c), x, y[0], [1.0, 1.0])
+    assert float(fit.parameters[0]) == first
+    torch.testing.assert_close(fit.covariance[1:, 1:], held.covariance * 28 / 27, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("loss", ["soft_l1", "huber", "cauchy"])

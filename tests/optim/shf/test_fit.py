@@ -62,7 +62,8 @@ def test_a_gradient_whose_square_is_zero_is_no_minimum(data):
         return 1e-120 * residuals
 
     module.register_forward_hook(tiny)
-    report = optimizer.fit((x, y + 1e-60))
+    with pytest.warns(UserWarning, match="too small for its dtype: multiply the residuals"):
+        report = optimizer.fit((x, y + 1e-60))
     assert report.reason == "underflow" and not report.converged
 
 

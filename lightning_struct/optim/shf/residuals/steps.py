@@ -109,11 +109,12 @@ class ResidualSteps(Steps):
         """The step around d0 = γ d of the last step, else around zero, with the λ that lowers the true loss most."""
         damping, rule, adapts = now.group["damping"], self.settings.damping, now.group["drop"] is not None
         if model.gradient_squared == 0.0:
-            why = ""
-            if model.value > 0.0:
+            name, why = "underflow" if bool(model.gradient.any()) else "gtol", ""
+            if name == "underflow":
+                why = " in its square, which is too small for its dtype: multiply the residuals by a larger number"
+            elif model.value > 0.0:
                 why = ": it is at a minimum, or no residual depends on the weights (look for detach, no_grad, item)"
             self.diagnostics.once("zero", f"SHF: the gradient of this batch is zero{why}; no step is taken")
-            name = "underflow" if bool(model.gradient.any()) else "gtol"
             return Update(model.value, damping or 1.0, "zero_gradient", solver.iterations, convergence={name: 0.0})
         start = now.start(model.weights.vector)
         with torch.autocast(model.residual.device.type, enabled=False):

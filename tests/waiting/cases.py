@@ -26,6 +26,7 @@ from lightning_struct.callbacks import NoiseEstimator
 from lightning_struct.functional import per_sample_gradient_norms
 from lightning_struct.optim import RLS, SHF
 from lightning_struct.optim.shf.settings import LSMR, Kronecker
+from tests.cases import First
 from tests.waiting.standin import DEVICE, StandInDevice
 
 _STEPS = 2
@@ -93,20 +94,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 LAYERS |= {
     "PrunedLinear": lambda: structured.PrunedLinear(16, 16, parameters=40),
     "adapters": lambda: structured.add_adapters(nn.Sequential(nn.Linear(16, 16)), structured.LowRank),
-    "StructuredLSTM": lambda: StatesAlone(structured.StructuredLSTM(16, 8, structured.LowRank)),
+    "StructuredLSTM": lambda: First(structured.StructuredLSTM(16, 8, structured.LowRank)),
     "BlockStructured": lambda: nn.Sequential(nn.Unflatten(1, (1, 4, 4)), blocks()),
 }
-
-
-class StatesAlone(nn.Module):
-    """The outputs of a recurrent layer that reads rows as steps."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
 
 
 def blocks() -> nn.Module:

@@ -3,6 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/streaming.py trump segments hyperplane [--seeds 0 1 2] [--batch 1]
     OMP_NUM_THREADS=1 python benchmarks/streaming.py table [--batch 1]
     OMP_NUM_THREADS=1 python benchmarks/streaming.py speed
+    OMP_NUM_THREADS=1 python benchmarks/streaming.py exactness
 
 Every sample is predicted first and learnt afterwards, once (prequential error), in batches of ``--batch`` samples, by
 all but river one at a time. The tasks need no files; river brings the first two, and makes the third:
@@ -18,9 +19,11 @@ of the first sample: their scale does not matter there. Targets of a regression 
 models learn classes by the squared error of one-hot targets, all others by the cross-entropy. The network has 64 hidden
 units; "head" trains its last layer by exact RLS and the other by Adam. Each way has the best of its settings in
 hindsight on the first seed: rates 3e-3 to 3e-1 in steps of about three, λ of 1, .99, .95, .9. All tasks take about a
-minute of one core. It needs
+minute of one core. ``exactness`` compares the coefficients after each row with exact rationals, on regressions that
+statsmodels brings. The tasks need
 
     river        pip install river
+    statsmodels  pip install statsmodels    exactness alone
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -396,6 +400,84 @@ def print_speed() -> None:
     harness.print_row(name, f"{other:.1f}", f"{of_layer:.1f}", f"{of_layer / other:.1f}", f"{exact:.0f}")
 
 
+# --- exactness --------------------------------------------------------------------------------------------------------
+
+DELTAS = (Fraction(1), Fraction(1, 10**20))
+REGRESSIONS = ("longley", "copper", "stackloss")
+
+
+def exact_coefficients(rows: Sequence[Sequence[float]], answers: Sequence[float], delta: Fraction) -> np.ndarray:
+    """Ridge regression in rationals, by Gauss-Jordan elimination of the normal equations."""
+    X, y = [list(map(Fraction, row)) for row in rows], list(map(Fraction, answers))
+    size = range(len(X[0]))
+    left = [[sum(row[i] * row[j] for row in X) + delta * (i == j) for j in size] for i in size]
+    system = [[*left[i], sum(row[i] * answer for row, answer in zip(X, y, strict=True))] for i in size]
+    for i in size:  # the matrix is positive definite: no pivots need be looked for
+        system[i] = [value / system[i][i] for value in system[i]]
+        for j in size:
+            if j != i:
+                factor = system[j][i]
+                system[j] = [a - factor * b for a, b in zip(system[j], system[i], strict=True)]
+    return np.array([float(row[-1]) for row in system])
+
+
+def of_layer(rows: np.ndarray, answers: np.ndarray, delta: float) -> np.ndarray:
+    """Coefficients of RecursiveLinear after each row, (n, d)."""
+    layer = RecursiveLinear(rows.shape[1], 1, bias=False, regularization=delta, dtype=torch.float64)
+    found = []
+    for x, y in zip(rows, answers, strict=True):
+        layer.update(torch.tensor(x)[None], torch.tensor([[y]]))
+        found.append(layer.weight[0].numpy().copy())
+    return np.array(found)
+
+
+def of_river(rows: np.ndarray, answers: np.ndarray, delta: float) -> np.ndarray:
+    """The same of river's model, as its predictions for unit vectors."""
+    from river.linear_model import BayesianLinearRegression
+
+    model, found = BayesianLinearRegression(alpha=delta, beta=1.0), []
+    for x, y in zip(rows, answers, strict=True):
+        model.learn_one(dict(enumerate(x)), y)
+        found.append([model.predict_one({j: float(i == j) for j in range(len(x))}) for i in range(len(x))])
+    return np.array(found)
+
+
+def of_statsmodels(rows: np.ndarray, answers: np.ndarray, delta: float) -> np.ndarray:
+    """The same of statsmodels' model, which has no regularization."""
+    from statsmodels.api import RecursiveLS
+
+    return np.asarray(RecursiveLS(answers, rows).fit().recursive_coefficients.filtered.T)
+
+
+def print_exactness() -> None:
+    """Largest relative error of a coefficient, from the row on that determines them all."""
+    import statsmodels.api
+
+    print(harness.machine_line(), end="\n\n")
+    harness.print_header("data", "rows, coefficients", "δ", "way", "after any row", "after the last row")
+    ways: dict[str, Callable[..., np.ndarray]] = {
+        "`RecursiveLinear`": of_layer,
+        "river `BayesianLinearRegression`": of_river,
+        "statsmodels `RecursiveLS`": of_statsmodels,
+    }
+    cases = [
+        (delta, way) for way in ways for delta in (DELTAS if way != "statsmodels `RecursiveLS`" else (Fraction(0),))
+    ]
+    for name in REGRESSIONS:
+        data = getattr(statsmodels.api.datasets, name).load_pandas()
+        rows = np.asarray(statsmodels.api.add_constant(data.exog), float)
+        answers = np.asarray(data.endog, float)
+        n, size = rows.shape
+        for delta, way in cases:
+            found = ways[way](rows, answers, float(delta))
+            errors = []
+            for m in range(size, n + 1):
+                expected = exact_coefficients(rows[:m].tolist(), answers[:m].tolist(), delta)
+                errors.append(np.abs(found[m - 1] / expected - 1).max())
+            shown = f"{np.max(errors):.1e}", f"{errors[-1]:.1e}"
+            harness.print_row(name, f"{n}, {size}", f"{float(delta):g}", way, *shown)
+
+
 # --- what comes out ---------------------------------------------------------------------------------------------------
 
 
@@ -479,8 +561,9 @@ def main() -> None:
     parser.add_argument(
         "tasks",
         nargs="+",
-        choices=(*TASKS, "table", "speed"),
-        help="table: what has been run so far, drawn too; speed: blocks and rows beside numpy and Woodbury's formula",
+        choices=(*TASKS, "table", "speed", "exactness"),
+        help="table: what has been run so far, drawn too; speed: blocks and rows beside numpy and Woodbury's formula; "
+        "exactness: coefficients after each row",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--batch", type=int, default=1, help="samples that are predicted before they are learnt")
@@ -488,6 +571,8 @@ def main() -> None:
     options: argparse.Namespace = parser.parse_args()
     if "speed" in options.tasks:
         return print_speed()
+    if "exactness" in options.tasks:
+        return print_exactness()
     output = harness.make_directory(options.output_dir)
     asked = [task for task in TASKS if task in options.tasks]
     for task in asked:

@@ -113,7 +113,7 @@ CALLS: dict[Callable, dict[str, object]] = {
     structured.replace_linear: {"model": nn.Sequential(linear), "factory": low_rank},
     structured.replacement_report: {"model": linear},
     structured.sparse_normal_: {"weight": matrix, "connections": 2},
-    optim.CG: {}, optim.LSMR: {}, optim.LSQR: {}, optim.FullP: {}, optim.LowRankP: {}, optim.RankOneP: {},
+    optim.CG: {}, optim.LSMR: {}, optim.LSQR: {}, optim.LowRankP: {},
     optim.Kronecker: {}, optim.LevenbergMarquardt: {}, optim.NextBatch: {}, optim.WarmStart: {},
     optim.RLS: {"module": linear},
     optim.SHF: {"module": linear, "loss": "mse"},

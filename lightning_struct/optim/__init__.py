@@ -1,6 +1,6 @@
 """Optimizers on torch alone: they work in a plain training loop."""
 
-from lightning_struct.optim.rls import RLS, FullP, LowRankP, RankOneP
+from lightning_struct.optim.rls import RLS, LowRankP
 from lightning_struct.optim.shf import SHF, StepReport
 from lightning_struct.optim.shf.settings import (
     CG,
@@ -20,12 +20,10 @@ __all__ = [
     "RLS",
     "SHF",
     "Exact",
-    "FullP",
     "Kronecker",
     "LevenbergMarquardt",
     "LowRankP",
     "NextBatch",
-    "RankOneP",
     "StepReport",
     "WarmStart",
 ]

@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser
 from lightning_struct.data import Burgers, Heat, Poisson
 from lightning_struct.models import RLSClassifier, SHFPhysicsInformedNetwork
 from lightning_struct.models.structured import LayerOfSizes
-from lightning_struct.optim import RLS, LowRankP, RankOneP
+from lightning_struct.optim import RLS, LowRankP
 from lightning_struct.recipes.catalogue import config_directory, config_names, default_config
 from tests.recipes.little import SHIPPED, SMALL, run
 
@@ -118,7 +118,6 @@ def test_without_a_config_rls_trains_the_network_of_the_paper():
     [
         (["=low_rank"], "low_rank"),
         (["=lightning_struct.optim.LowRankP", ".rank=3"], LowRankP(rank=3)),
-        (["=lightning_struct.optim.RankOneP", ".interval=2"], RankOneP(interval=2)),
     ],
 )
 def test_the_form_of_p_is_a_name_or_a_value_on_the_command_line(given, form):

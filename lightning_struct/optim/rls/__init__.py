@@ -1,6 +1,6 @@
 """RLS: recursive least squares as a layer-wise adaptive optimizer."""
 
 from lightning_struct.optim.rls.optimizer import RLS
-from lightning_struct.optim.rls.settings import FullP, LowRankP, RankOneP
+from lightning_struct.optim.rls.settings import LowRankP
 
-__all__ = ["RLS", "FullP", "LowRankP", "RankOneP"]
+__all__ = ["RLS", "LowRankP"]

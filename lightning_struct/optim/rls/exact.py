@@ -32,9 +32,10 @@ class ExactWeight(TrainedWeight):
 
     def initial_state(self) -> dict[str, Any]:
         """Θ, the factor of :class:`WeightedRidge`, the sum of weights, and the number of steps."""
-        assert isinstance(self.form, ExactP)
+        form = self.settings.form
+        assert isinstance(form, ExactP)
         start = torch.cat(self._theta(), 2)[0].to(torch.float64)
-        return {"steps": 0} | self._take_over(WeightedRidge.start(start, self.form.regularization))
+        return {"steps": 0} | self._take_over(WeightedRidge.start(start, form.regularization))
 
     def _take_over(self, ridge: WeightedRidge) -> dict[str, Any]:
         self._ridge = ridge

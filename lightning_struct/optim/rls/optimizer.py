@@ -37,7 +37,7 @@ from lightning_struct.optim.rls.settings import (
     LARGEST_FULL,
     ExactP,
     FormName,
-    FormOfP,
+    LowRankP,
     Settings,
     check_decay,
 )
@@ -90,8 +90,8 @@ class RLS(OptimizerWithAuxiliary):
         max_grad_norm: bound on the norm of all gradients together, including those of the auxiliary optimizer. For
             layers that RLS trains, only the step is scaled; their gradients stay as they are.
         form: form of P. ``"full"``: d² numbers for d inputs, as in the paper; ``"low_rank"``: 2rd numbers, with r = 32;
-            ``"rank1"``: d numbers. :class:`FullP`, :class:`LowRankP` and :class:`RankOneP` also set r and the interval
-            between updates of P. None: full up to 512 inputs (and with ``forgetting`` < 1), else low-rank.
+            ``"rank1"``: d numbers. :class:`LowRankP` sets r. None: full up to 512 inputs (and with ``forgetting`` < 1),
+            else low-rank.
         exclude: modules, or their full names, that ``auxiliary`` trains, with everything below them.
         auxiliary: function that makes the optimizer of all other parameters from a list of them, such as
             ``functools.partial(torch.optim.Adam, lr=1e-3)``.
@@ -136,7 +136,7 @@ class RLS(OptimizerWithAuxiliary):
         momentum: float = 0.0,
         l1: float = 0.0,
         max_grad_norm: float | None = None,
-        form: FormName | FormOfP | None = None,
+        form: FormName | LowRankP | None = None,
         exclude: Sequence[str | nn.Module] = (),
         auxiliary: AuxiliaryFactory | None = None,
         max_gain: float | None = 2.0,
@@ -210,7 +210,7 @@ class RLS(OptimizerWithAuxiliary):
             True
         """
         check_module(module, "RLS", "whose layers it watches")
-        form = ExactP(regularization=regularization)
+        form: Any = ExactP(regularization)
         if world_size() > 1:
             raise ValueError(_ROWS_OF_PROCESSES)
         beside = modules_beside(module, linear_layer(module, layer))

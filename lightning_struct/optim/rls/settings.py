@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,63 +27,17 @@ FormName: TypeAlias = Literal["full", "low_rank", "rank1"]
 LARGEST_FULL = 512
 
 
-class FormOfP(ABC):
-    """Base of the forms of P, which are dataclasses of integers above 0.
-
-    Attributes:
-        interval: P is updated once in this many steps, by as much as in all of them.
-
-    Raises:
-        ValueError: a field is no integer above 0.
-    """
-
-    interval: int
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not is_integer(value) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-
-    @abstractmethod
-    def identity(self, groups: int, size: int, like: Tensor, forgetting: float) -> InverseAutocorrelation:
-        """P₀ = I for ``size`` inputs in each group, in the dtype and on the device of ``like``; λ is ``forgetting``."""
-
-
 @dataclass(frozen=True)
-class FullP(FormOfP):
-    """The paper's P: d² numbers for d inputs.
-
-    Args:
-        interval: P is updated once in this many steps, by as much as in all of them.
-
-    Raises:
-        ValueError: ``interval`` is no integer above 0.
-
-    Example:
-        >>> FullP(interval=10).interval
-        10
-    """
-
-    interval: int = 1
-
-    def identity(self, groups: int, size: int, like: Tensor, forgetting: float) -> InverseAutocorrelation:
-        if forgetting < 1:
-            return SquareRootInverse.identity(groups, size, like, forgetting)
-        return FullInverse.identity(groups, size, like)
-
-
-@dataclass(frozen=True)
-class LowRankP(FormOfP):
+class LowRankP:
     """P of low rank, 2rd numbers for d inputs; it does not forget.
 
     See :class:`~lightning_struct.functional.curvature.recursive_least_squares.LowRankInverse`.
 
     Args:
         rank: r.
-        interval: P is updated once in this many steps, by as much as in all of them.
 
     Raises:
-        ValueError: ``rank`` or ``interval`` is no integer above 0.
+        ValueError: ``rank`` is no integer above 0.
 
     Example:
         >>> LowRankP(rank=16).rank
@@ -92,37 +45,14 @@ class LowRankP(FormOfP):
     """
 
     rank: int = 32
-    interval: int = 1
 
-    def identity(self, groups: int, size: int, like: Tensor, forgetting: float) -> InverseAutocorrelation:
-        return LowRankInverse.identity(groups, size, like, self.rank)
-
-
-@dataclass(frozen=True)
-class RankOneP(FormOfP):
-    """The cheapest P: d numbers for d inputs.
-
-    See :class:`~lightning_struct.functional.curvature.recursive_least_squares.RankOneInverse`.
-
-    Args:
-        interval: P is updated once in this many steps, by as much as in all of them.
-
-    Raises:
-        ValueError: ``interval`` is no integer above 0.
-
-    Example:
-        >>> RankOneP().interval
-        1
-    """
-
-    interval: int = 1
-
-    def identity(self, groups: int, size: int, like: Tensor, forgetting: float) -> InverseAutocorrelation:
-        return RankOneInverse.identity(groups, size, like, forgetting)
+    def __post_init__(self) -> None:
+        if not is_integer(self.rank) or self.rank < 1:
+            raise ValueError(f"rank must be an integer >= 1, got {self.rank!r}")
 
 
 @dataclass(frozen=True)
-class ExactP(FullP):
+class ExactP:
     """The triangular factor of P⁻¹ that ``RLS.exact`` keeps.
 
     Args:
@@ -135,7 +65,7 @@ class ExactP(FullP):
         check_number("regularization", self.regularization)
 
 
-_BY_NAME: dict[Any, type[FormOfP]] = {"full": FullP, "low_rank": LowRankP, "rank1": RankOneP}
+Form: TypeAlias = FormName | LowRankP | ExactP
 
 _POSITIVE: tuple[str, Callable[[Any], bool]] = "> 0", lambda value: value > 0
 _NOT_NEGATIVE: tuple[str, Callable[[Any], bool]] = ">= 0", lambda value: value >= 0
@@ -157,7 +87,7 @@ class Settings:
             nothing of the weights.
     """
 
-    form: FormName | FormOfP | None
+    form: Form | None
     ratio: float
     forgetting: float
     gradient_scale: float | Mapping[str, float]
@@ -177,23 +107,32 @@ class Settings:
         self.form_of(0)
         check_decay(self.lr, self.weight_decay)
 
-    def form_of(self, features: int) -> FormOfP:
+    def form_of(self, features: int) -> Form:
         """Form of the P of a weight with so many inputs, not counting biases.
 
         Raises:
             ValueError: there is no such form, or it does not forget.
         """
-        by_size = "low_rank" if features > LARGEST_FULL and self.forgetting == 1 else "full"
+        by_size: FormName = "low_rank" if features > LARGEST_FULL and self.forgetting == 1 else "full"
         form = by_size if self.form is None else self.form
-        chosen = _BY_NAME[form]() if isinstance(form, str) and form in _BY_NAME else form
-        if not isinstance(chosen, FormOfP):
-            raise ValueError(  # noqa: TRY004, as for any other option
-                "form must be 'full', 'low_rank', 'rank1', FullP(...), LowRankP(...), RankOneP(...) or None, got "
-                f"{form!r}"
-            )
-        if isinstance(chosen, LowRankP) and self.forgetting < 1:
+        if not (isinstance(form, LowRankP | ExactP) or form in get_args(FormName)):
+            raise ValueError(f"form must be 'full', 'low_rank', 'rank1', LowRankP(...) or None, got {form!r}")
+        if form == "low_rank":
+            form = LowRankP()
+        if isinstance(form, LowRankP) and self.forgetting < 1:
             raise ValueError("a P of low rank does not forget: use forgetting=1, or form='full' or 'rank1'")
-        return chosen
+        return form
+
+    def identity(self, features: int, groups: int, size: int, like: Tensor) -> InverseAutocorrelation:
+        """P₀ = I of a weight with so many inputs, ``size`` with biases, in the dtype and on the device of ``like``."""
+        form = self.form_of(features)
+        if isinstance(form, LowRankP):
+            return LowRankInverse.identity(groups, size, like, form.rank)
+        if form == "rank1":
+            return RankOneInverse.identity(groups, size, like, self.forgetting)
+        if self.forgetting < 1:
+            return SquareRootInverse.identity(groups, size, like, self.forgetting)
+        return FullInverse.identity(groups, size, like)
 
     def scale_of(self, weight: str) -> float:
         """η of a weight by its name: the value of the longest name above it, or its own; without one 1."""

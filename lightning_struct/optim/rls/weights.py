@@ -74,7 +74,6 @@ class TrainedWeight:
         transposed: the shape of ``parameter`` is (groups·inputs, outputs, *kernel), and n is inputs times kernel.
 
     Attributes:
-        form: of P.
         parameters: the weight and the biases, each once.
         users: how many layers use the weight.
         statistics: of its inputs since the last step. Counted are the uses of the passes that add to its gradient.
@@ -91,7 +90,7 @@ class TrainedWeight:
         self.users = 0
         self.outputs = parameter.shape[1] if transposed else parameter.shape[0] // groups
         self.features = parameter.numel() // (groups * self.outputs)
-        self.settings, self.form = settings, settings.form_of(self.features)
+        self.settings = settings
         self.arrived: dict[Use, Arrival] = {}
         self._test_vector: Tensor | None = None
         self.end_step()
@@ -201,7 +200,7 @@ class TrainedWeight:
     # --- state -------------------------------------------------------------------------------------------------------
 
     def _identity(self, like: Tensor) -> InverseAutocorrelation:
-        return self.form.identity(self.groups, self.size, like, self.settings.forgetting)
+        return self.settings.identity(self.features, self.groups, self.size, like)
 
     @cached_property
     def blank(self) -> InverseAutocorrelation:
@@ -293,13 +292,8 @@ class TrainedWeight:
         else:
             self._add_step_(theta, P, rate.neg_(), most)  # Θ ← Θ - (η/h) ∇ P: (62), (63) and (97)
 
-        interval = self.form.interval
-        if state["steps"] % interval == 0:
-            if interval > 1:  # for all its steps at once
-                kT = kT * interval
-                h = gain(mean, u, kT, P.forgetting)
-            P.update_(mean, u, h, kT)  # P ← P/λ - kT/(λh) u uᵀ: (53), (84) and (94)
-            state.update(P.state())
+        P.update_(mean, u, h, kT)  # P ← P/λ - kT/(λh) u uᵀ: (53), (84) and (94)
+        state.update(P.state())
         if l1 := group["l1"]:
             # Θ ← Θ - γ sgn(Θ) P: (98) and (100), which take the signs before the step; taken here are those after it.
             features, constants = (part.sign() for part in theta)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from lightning_struct.optim import RLS, FullP
+from lightning_struct.optim import RLS
 from lightning_struct.optim.rls.statistics import Use
 from lightning_struct.optim.rls.weights import MOST_WAITING
 from tests.optim.helpers import gaussian
@@ -292,14 +292,13 @@ def test_weight_decay_is_decoupled_and_follows_the_learning_rate():
     torch.testing.assert_close(decayed["weight"], plain["weight"] - 0.05 * start)
 
 
-@pytest.mark.parametrize("interval", [1, 3])
-def test_p_is_updated_in_every_interval_by_as_much_as_in_all_its_steps(interval):
+def test_p_is_the_inverse_of_the_identity_and_the_mean_inputs_so_far():
     module = nn.Linear(6, 3).double()
-    optimizer = RLS(module, form=FullP(interval=interval))
+    optimizer = RLS(module)
     train(module, optimizer, range(6))
-    means = torch.stack([(gaussian(7, 6, seed=i) + 0.5).mean(0) for i in range(0, 6, interval)])
+    means = torch.stack([(gaussian(7, 6, seed=i) + 0.5).mean(0) for i in range(6)])
     rows = torch.cat([means, means.new_ones(len(means), 1)], 1)
-    expected = torch.linalg.inv(torch.eye(7, dtype=torch.float64) + 0.1 * interval * rows.t() @ rows)
+    expected = torch.linalg.inv(torch.eye(7, dtype=torch.float64) + 0.1 * rows.t() @ rows)
     torch.testing.assert_close(matrix(optimizer, "weight"), expected)
 
 

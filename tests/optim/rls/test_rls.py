@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_struct.optim import RLS, FullP, LowRankP, RankOneP, memory
+from lightning_struct.optim import RLS, LowRankP, memory
 from tests.optim.helpers import gaussian
 from tests.optim.rls.twins import ADAM, assert_equal, descend, first_step, matrix, weights
 
@@ -74,19 +74,18 @@ def test_batches_of_one_with_ratio_one_are_ridge_regression():
 
 
 @pytest.mark.parametrize(
-    ("form", "full", "steps", "options"),
+    ("form", "steps", "options"),
     [
-        (LowRankP(rank=8), FullP(), 8, {"l1": 1e-2, "momentum": 0.5}),
-        (LowRankP(rank=8, interval=3), FullP(interval=3), 8, {"weight_decay": 0.1}),
-        (RankOneP(), FullP(), 2, {}),
-        (RankOneP(interval=3), FullP(interval=3), 3, {"momentum": 0.5}),
+        (LowRankP(rank=8), 8, {"l1": 1e-2, "momentum": 0.5}),
+        (LowRankP(rank=8), 8, {"weight_decay": 0.1}),
+        ("rank1", 2, {"momentum": 0.5}),
     ],
     ids=str,
 )
-def test_small_forms_are_the_full_one_while_all_mean_inputs_have_room(form, full, steps, options):
+def test_small_forms_are_the_full_one_while_all_mean_inputs_have_room(form, steps, options):
     module, same = network(), network()
     train(module, RLS(module, form=form, **options), range(steps))
-    train(same, RLS(same, form=full, **options), range(steps))
+    train(same, RLS(same, form="full", **options), range(steps))
     assert_equal(module, same, 1e-12)
 
 
@@ -233,7 +232,7 @@ def test_a_scheduler_of_the_momentum_acts_on_it():
         ({"l1": math.nan}, "l1 must be a finite number >= 0, got nan"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be > 0, or None, got 0.0"),
         ({"max_gain": 0.0}, "max_gain must be > 0, or None, got 0.0"),
-        ({"form": "half"}, r"form must be 'full', .*, RankOneP\(...\) or None, got 'half'"),
+        ({"form": "half"}, r"form must be 'full', .*, LowRankP\(...\) or None, got 'half'"),
         ({"form": LowRankP}, "form must be .* got <class"),
         ({"form": "low_rank", "forgetting": 0.9}, "a P of low rank does not forget"),
         ({"lr": 1.0, "weight_decay": 5.0}, "must be < 1, got lr=1.0 and weight_decay=5.0:"),
@@ -274,7 +273,7 @@ EXTRA = [nn.Parameter(torch.ones(1))]
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: LowRankP(interval=1.5), ValueError, "interval must be an integer >= 1, got 1.5"),
+        (lambda: LowRankP(rank=1.5), ValueError, "rank must be an integer >= 1, got 1.5"),
         (lambda: LowRankP(rank=0), ValueError, "rank must be an integer >= 1, got 0"),
         (lambda: RLS(mixed()), ValueError, r"0\.weight, 2\.weight, 2\.bias"),
         (lambda: RLS(WITH_NORM, exclude=["2"], auxiliary=ADAM), ValueError, "are no parameters: those of 0$"),

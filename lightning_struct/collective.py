@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 
 def world_size() -> int:
-    """Processes of the default group, 1 where none is set up."""
+    """Number of processes of the default group; 1 if none is set up."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 

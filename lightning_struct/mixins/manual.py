@@ -1,4 +1,4 @@
-"""The part that the mixins share: manual optimization by one optimizer, and what that requires."""
+"""The part that the mixins share: manual optimization by one optimizer, and its requirements."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Requirements:
         )
 
     def pair_of_tensors(self, module: L.LightningModule, batch: Any) -> tuple[Any, Tensor]:
-        """The inputs and targets of a batch of the module: two tensors, the inputs several where that is allowed.
+        """The inputs and targets of a batch of the module: two tensors, the inputs several if that is allowed.
 
         Raises:
             MisconfigurationException: the batch is not a sequence of two tensors.
@@ -137,7 +137,7 @@ class Requirements:
 
 
 class ManualOptimization(L.LightningModule):
-    """Base of the mixins, which say by ``_requirements`` what they need."""
+    """Base of the mixins, whose needs are their ``_requirements``."""
 
     _requirements: ClassVar[Requirements]
 
@@ -155,7 +155,7 @@ class ManualOptimization(L.LightningModule):
     def inputs_and_targets(self, batch: Any) -> tuple[Any, Any]:
         """The inputs that the network reads and the targets that the loss compares its outputs with, from a batch.
 
-        Override it where a batch is not a pair of tensors: an autoencoder returns its images twice.
+        Override it if a batch is not a pair of tensors: an autoencoder returns its images twice.
 
         Returns:
             The inputs, a tensor (n, ...) or for SHF also a tuple of them, and the targets, row i belonging to row i of

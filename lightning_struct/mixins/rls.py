@@ -57,8 +57,8 @@ class RLSOptimization(ManualOptimization):
 
     RLS also works in automatic optimization, without this class; with it, errors name the batch, and no training step
     needs to be written. Put it before the module's own base class, and return an RLS from ``configure_optimizers``.
-    Each batch is one step and counts once in ``global_step``. The loss is what the module's own ``training_step``
-    returns. A module without one is trained by the paper's loss, ½‖outputs - targets‖² averaged over samples, on
+    Each batch is one step and counts once in ``global_step``. The module's own ``training_step`` returns the
+    loss. A module without one is trained by the paper's loss, ½‖outputs - targets‖² averaged over samples, on
     :meth:`inputs_and_targets`; it is logged as ``train_loss``. Learning-rate schedulers are stepped as in automatic
     optimization, except ``ReduceLROnPlateau``, which is refused.
 
@@ -68,7 +68,7 @@ class RLSOptimization(ManualOptimization):
     Raises:
         MisconfigurationException: at the start of fit, for another precision, a strategy that shards the weights,
             ``ReduceLROnPlateau``, ``StochasticWeightAveraging`` with batch normalisation, or anything but one RLS from
-            ``configure_optimizers``; in a step, where ``training_step`` returns no loss.
+            ``configure_optimizers``; in a step, if ``training_step`` returns no loss.
         ValueError: in a step, for NaN or infinity in gradients or inputs, with the index of the batch and the layers,
             or under the paper's loss outputs that are not shaped as their targets; the weights and P are unchanged.
 

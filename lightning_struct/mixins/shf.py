@@ -100,7 +100,7 @@ class SHFOptimization(ManualOptimization):
         return torch.tensor(report.loss_before, device=self.device)
 
     def inputs_and_targets(self, batch: Any) -> tuple[Any, Any]:
-        """The module's inputs and what the loss compares its outputs with, from a batch.
+        """The module's inputs and the targets of the loss, from a batch.
 
         Override it if a batch is not a pair of tensors. With ``loss="least_squares"``, which needs no targets, the
         batch is the input by default: a list holds several arguments of the module, and anything else, a tensor or a

@@ -18,7 +18,7 @@ def check_memory(what: str, needed: Mapping[str, tuple[int, str]], device: torch
     Args:
         what: the beginning of the message, a plural, as "The matrices P of RLS".
         needed: by the name of the state, its bytes and a description.
-        device: where.
+        device: the device that must have room.
         remedy: the end of the message.
 
     Raises:

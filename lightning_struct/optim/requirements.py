@@ -46,14 +46,14 @@ def check_module(module: Any, optimizer: str, reason: str) -> None:
 
 
 def check_optimizer_state(state_dict: Any) -> None:
-    """Raise TypeError unless this is what ``state_dict()`` of an optimizer returns."""
+    """Raise TypeError unless this is a dict like those from an optimizer's ``state_dict()``."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         got = f"{state_dict!r:.80}"
         raise TypeError(f"state_dict must have 'state' and 'param_groups', as that of an optimizer, got {got}")
 
 
 def refuse_distributed_tensors(named: Mapping[str, nn.Parameter], reason: str) -> None:
-    """Raise where parameters are spread over processes, as by FSDP2 (``fully_shard``) and tensor parallelism.
+    """Raise if parameters are spread over processes, as by FSDP2 (``fully_shard``) and tensor parallelism.
 
     Args:
         named: name -> parameter.
@@ -71,7 +71,7 @@ def refuse_distributed_tensors(named: Mapping[str, nn.Parameter], reason: str) -
 
 
 def refuse_lazy(named: Mapping[str, nn.Parameter], optimizer: str) -> None:
-    """Raise where parameters have no shape yet, as those of ``nn.LazyLinear`` before its first call.
+    """Raise if parameters have no shape yet, as in ``nn.LazyLinear`` before its first call.
 
     Args:
         named: name -> parameter.

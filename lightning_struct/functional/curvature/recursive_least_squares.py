@@ -5,9 +5,8 @@
     P ← P/λ - kT/(λh) u uᵀ         equations (37), (53), (84), (94)
 
 The P of one trained matrix with d inputs is d x d; ``groups`` of outputs that read different inputs have one each. All
-tensors here have the groups in the first dimension. The last ``constants`` of the d inputs are those of the biases:
-they are kept apart from the others, the features, where matrices are multiplied, so that weights and biases need not be
-joined.
+tensors here have the groups in the first dimension. The last of the d inputs, ``constants``, belong to the biases: in
+products of matrices they are kept apart from the others, the features, so that weights and biases need not be joined.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Bound on the diagonal of P where λ < 1; it starts at 1.
+# Bound on the diagonal of P for λ < 1; it starts at 1.
 LARGEST_DIAGONAL = 2.0
 # In units of rounding: no update makes x̄ᵀP x̄ / x̄ᵀx̄ smaller.
 SMALLEST_ALONG_MEAN = 16.0
@@ -139,11 +138,11 @@ class FullInverse(InverseAutocorrelation):
 class SquareRootInverse(InverseAutocorrelation):
     """S with P = S Sᵀ, for λ < 1, with a bound.
 
-    Where λ < 1 the formulas of the paper let all directions in which no x̄ points grow as λ⁻ˢ, and rounding makes P
-    indefinite. Here no diagonal entry of P exceeds :data:`LARGEST_DIAGONAL`: where one would, its row and column are
+    With λ < 1 the formulas of the paper let all directions in which no x̄ points grow as λ⁻ˢ, and rounding makes P
+    indefinite. Here no diagonal entry of P exceeds :data:`LARGEST_DIAGONAL`: if one would, its row and column are
     scaled down to it, P ← DPD with D = min(1, (2/diag(P))^½). So |P_ij| <= 2 and all eigenvalues are below 2d: no step
     is longer than 2d times that of gradient descent, and the scale of an input that stays zero is at most doubled.
-    Until an entry gets there, P is what the paper's formulas give. The root keeps it positive definite in float32 too;
+    Until an entry gets there, P is the one of the paper's formulas. The root keeps it positive definite in float32 too;
     multiplying by it takes twice as long.
 
     S ← (S - β u fᵀ)/√λ with f = Sᵀx̄ and β = w/(h + √(λh)) (Potter's form of the update).
@@ -179,12 +178,12 @@ class SquareRootInverse(InverseAutocorrelation):
 
 @dataclass
 class LowRankInverse(InverseAutocorrelation):
-    """V with P ≈ I - VᵀV, for λ = 1: the updates of :class:`FullInverse`, of which the largest directions are kept.
+    """V with P ≈ I - VᵀV, for λ = 1: the largest directions of the updates of :class:`FullInverse`.
 
-    Every update adds its v = √(w/h) u as a row. Where 2r rows are full, those r orthogonal ones replace them in which
-    VᵀV is largest. So P is exact for the first 2r updates, and in what is cut off afterwards it is nearly the identity:
-    the eigenvalues of P are never below those of the full form. A product costs 4r multiply-adds a number, in place of
-    d.
+    Every update adds its v = √(w/h) u as a row. When 2r rows are full, r orthogonal rows replace them, the directions
+    in which VᵀV is largest. So P is exact for the first 2r updates. Along directions that are cut off afterwards it is
+    nearly the identity: its eigenvalues are never below those of the full form. A product costs 4r multiply-adds a
+    number, in place of d.
 
     Args:
         factors: V, (groups, 2r, d), changed in place; zero rows are free.
@@ -281,7 +280,7 @@ class RankOneInverse(InverseAutocorrelation):
 def _difference(mean: Tensor, applied: Tensor, h: Tensor, weight: float) -> Tensor:
     """v = √(w/h) u, shorter if the P - vvᵀ would else be at rounding along x̄: large inputs make it indefinite."""
     finfo = torch.finfo(mean.dtype)
-    # x̄ᵀP x̄, of which the update leaves the part 1 - w/h · x̄ᵀP x̄
+    # x̄ᵀP x̄; the update multiplies it by 1 - w/h · x̄ᵀP x̄
     energy = torch.linalg.vecdot(mean, applied).clamp_(min=finfo.tiny)
     left = torch.sub(energy, torch.linalg.vecdot(mean, mean), alpha=SMALLEST_ALONG_MEAN * finfo.eps)
     factor = torch.minimum(h.reciprocal().mul_(weight), left.div_(energy).div_(energy)).clamp_(min=0)

@@ -55,7 +55,7 @@ def mark_as_stepped(gradient: Tensor) -> None:
 def check_finite(
     module: nn.Module, norms: StepNorms, means: Mapping[TrainedWeight, Tensor], step: int, remedy: str
 ) -> None:
-    """Raise where anything that the step reads is not finite.
+    """Raise if gradients or inputs of the step are not finite.
 
     Args:
         module: all of it.
@@ -65,7 +65,7 @@ def check_finite(
         remedy: end of the message.
 
     Raises:
-        NotFinite: NaN or infinity in gradients or x̄; named are the step and where it is.
+        NotFinite: NaN or infinity in gradients or x̄; the message names the step and the weights.
     """
     if norms.is_finite():
         return
@@ -111,7 +111,7 @@ def reduce_statistics(weights: Sequence[TrainedWeight]) -> None:
 
 @dataclass(frozen=True)
 class StepNorms:
-    """Norms of what a step reads.
+    """Norms of the gradients, inputs and weights of a step.
 
     Attributes:
         gradients: of all parameters that have one.

@@ -47,8 +47,8 @@ class ExactWeight(TrainedWeight):
     def check_state(self, state: Mapping[str, Any]) -> None:
         if (found := getattr(state.get("weights"), "shape", None)) != (self.outputs, self.size):
             raise ValueError(
-                f"the state of {self.name} is not that of RLS.exact for weights {(self.outputs, self.size)}, with "
-                f"those of the bias, but for {found and tuple(found)}"
+                f"RLS.exact needs a state of {self.name} for weights {(self.outputs, self.size)}, biases included, and "
+                f"this one has {found and tuple(found)}"
             )
 
     def converted(self, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,25 +1,25 @@
-"""Bound on the gain of a step: what keeps RLS stable where P has not been shrunk.
+"""Bound on the gain of a step: it keeps RLS stable along directions in which P has not shrunk.
 
 P starts at the identity and shrinks along mean inputs alone, so that nothing in the equations bounds a step along the
 other directions. By the step θ ← θ - ∇P the outputs of a weight for the rows X that it has just read change by -G times
-the gradient in the outputs, where::
+the gradient in the outputs, with::
 
     G = (T/r) X P Xᵀ        r rows, T uses of the weight
 
-Where the loss is the squared error of these outputs, averaged over the rows of a use, the step overshoots as soon as an
-eigenvalue of G exceeds 2, and diverges. (Where it is summed over the positions of a sample, T of them, so is G. The
-steps of recurrent layers count as rows: what most of them do to the loss dies away.) One sample at a time the paper's
-own h bounds it, k x'Px/(1 + k x'Px) < 1; by batches nothing does. So each step is scaled by what
-:func:`limit_coefficient` makes of the largest eigenvalue, which power iteration estimates.
+If the loss is the squared error of these outputs, averaged over the rows of a use, the step overshoots as soon as an
+eigenvalue of G exceeds 2, and diverges. (If the loss is a sum over the T positions of a sample, G is a sum over them,
+too. The steps of recurrent layers count as rows: the effect of most of them on the loss dies away.) With one sample at
+a time the paper's own h is a bound, k x'Px/(1 + k x'Px) < 1; with batches nothing is. So each step is multiplied by
+:func:`limit_coefficient`, a function of the largest eigenvalue, which power iteration estimates.
 
-That bounds what a weight does to its own outputs. The layers behind it, trained by RLS or not, may enlarge a step, and
-weights that step together multiply each other. So the norm of a step is :data:`LARGEST_CHANGE` of that of its weight at
-most (with momentum α, 1 - α times that), or of the norm that ``nn.Linear`` begins with where that is larger. Only where
-the module is a single layer that reads one row of each sample is there nothing behind it, and the change is not
-bounded, but the gain by :data:`SINGLE` of c: so a squared error without the ½, as ``nn.MSELoss`` is for one output, is
-stable, too. With the bound on the change, the one on the gain is more careful than it need be: the loss is less steep
-in the outputs of a hidden layer than in those of the last. So the steps of several weights are :data:`TOGETHER` times
-as long, as far as the change allows it.
+This bounds the change of a weight's own outputs. The layers behind it, trained by RLS or not, may enlarge a step, and
+weights that step together multiply each other. So the norm of a step is at most :data:`LARGEST_CHANGE` times the norm
+of its weight (with momentum α, 1 - α times that), or times the norm that ``nn.Linear`` begins with if this is larger. A
+module that is a single layer and reads one row of each sample has nothing behind it: there the change is not bounded,
+but the gain by :data:`SINGLE` times c, so that a squared error without the ½, as ``nn.MSELoss`` is for one output, is
+stable, too. Beside the bound on the change, the bound on the gain is more careful than it need be: the loss is less
+steep in the outputs of a hidden layer than in those of the last. So the steps of several weights are :data:`TOGETHER`
+times as long, as far as the change allows it.
 
 The paper has none of these bounds.
 """
@@ -39,11 +39,11 @@ from lightning_struct.functional.curvature.recursive_least_squares import Invers
 
 Name = TypeVar("Name", bound=Hashable)
 
-# Power iterations in a step, which begin where those of the last step ended; and in the first one.
+# Power iterations in a step, which go on from the direction of the last step; and in the first step.
 ITERATIONS, FIRST_ITERATIONS = 2, 16
 
-# Chosen on seven small tasks. Steps of classifiers that do well are mostly shorter; those of an autoencoder that
-# diverges are twice the weight and more.
+# Chosen on seven small tasks. Most steps of good classifiers are shorter; an autoencoder that diverges takes steps of
+# twice the weight and more.
 LARGEST_CHANGE = 0.05
 
 # Chosen on fifteen small tasks, at constant rates: 6 is faster at first on most, and ends higher after long training.
@@ -90,7 +90,7 @@ def sample_rows(rows: Tensor, number: int | None = None) -> Tensor:
 
 
 def joined_samples(samples: Sequence[Sample]) -> Sample:
-    """One sample with the rows of all: scaled where it takes another share of the use than the first does."""
+    """One sample with the rows of all; rows with another share than the first are scaled by the root of the ratio."""
     first = samples[0]
     if len(samples) == 1:
         return first
@@ -106,7 +106,7 @@ class Gain:
         inverse: P.
         rows: (groups, s, d), a sample of the rows X.
         scale: T/r, times r/s.
-        direction: (groups, d), where the power iteration begins; changed in place.
+        direction: (groups, d), the start of the power iteration; changed in place.
         first: nothing is known of the direction yet.
     """
 
@@ -117,7 +117,7 @@ class Gain:
     first: bool
 
     def trace(self) -> float:
-        """An upper bound of all eigenvalues where P <= I: the trace of (T/r) XᵀX."""
+        """An upper bound of all eigenvalues if P <= I: the trace of (T/r) XᵀX."""
         return self.scale * torch.linalg.vector_norm(self.rows).item() ** 2
 
     def product(self, applied: Tensor) -> Tensor:
@@ -129,8 +129,8 @@ def largest_gains(gains: Mapping[Name, Gain]) -> dict[Name, Tensor]:
     """Estimates from below of the largest eigenvalue of G, (groups,), by power iteration; ``direction`` is moved on.
 
     With q the direction and C = (T/r) XᵀX, q ← C P q; the estimate is the Rayleigh quotient of P^½CP^½, whose
-    eigenvalues are those of G, at P^½q. Under torch.distributed the products are summed over processes, those of all
-    weights at once.
+    eigenvalues are the same as those of G, at P^½q. Under torch.distributed the products
+    of all weights are summed over processes together.
     """
     largest: dict[Name, Tensor] = {}
     directions = {name: gain.direction for name, gain in gains.items()}
@@ -155,9 +155,9 @@ def largest_gains(gains: Mapping[Name, Gain]) -> dict[Name, Tensor]:
 def limit_coefficient(largest: Tensor, bound: float, weights: int, h: Tensor, scale: float) -> Tensor:
     """min(1, max(c, h/n) / λ_max), (groups,), by which the step (η/h) ∇ P of a weight is multiplied.
 
-    The gain of the step is that of G over h: it becomes at most c/h, or 1/n where that is more. (One sample at a time
-    and one weight: h > λ_max for k = 1, and the step stays that of least squares.) If η > 1 it is bounded likewise; if
-    η < 1 the step is that part of the one with η = 1. ``lr`` multiplies the result.
+    The gain of the step is the gain of G over h: it becomes at most c/h, or 1/n if this is more. (With one sample at a
+    time and one weight, h > λ_max for k = 1, and the step stays the step of least squares.) If η > 1 it is bounded
+    likewise; if η < 1 the step is that part of the one with η = 1. ``lr`` multiplies the result.
 
     Args:
         largest: λ_max, (groups,), the largest eigenvalue of G.

@@ -23,8 +23,8 @@ _EXAMPLE = "functools.partial(torch.optim.Adam, lr=1e-3)"
 class OptimizerWithAuxiliary(torch.optim.Optimizer):
     """An optimizer that trains the weights of layers, and gives all other parameters to an auxiliary optimizer.
 
-    Others may replace the list of groups. Groups with a ``"ratio"`` are those of RLS. The others are the auxiliary
-    optimizer's, the same dicts as there.
+    Others may replace the list of groups. RLS trains the groups with a ``"ratio"``. The other groups are the auxiliary
+    optimizer's own dicts.
 
     Args:
         module: whose parameters are trained.
@@ -59,12 +59,12 @@ class OptimizerWithAuxiliary(torch.optim.Optimizer):
             )
         self.module, self.settings = module, settings
         self._left_alone, self._recorder, self._factory = left_alone, recorder, factory
-        # Groups of all weights, one for each η; what is frozen now joins them when it requires gradients.
+        # Groups of all weights, one for each η; weights that are frozen now join them when they require gradients.
         self.defaults, self.param_groups = settings.group_options(), []
         self._take_in_unfrozen()
         if not self.param_groups:
             names = ", ".join(recorder.without_parameter())
-            computed = f". Weights that are parametrized or pruned are no parameters: those of {names}" if names else ""
+            computed = f". Parametrized or pruned weights are no parameters, as in {names}" if names else ""
             raise ValueError(
                 f"{type(module).__name__} has no trainable Linear, convolution, RNN, LSTM, GRU or attention for "
                 "RLS to train: take another optimizer, as Adam for embeddings alone; "
@@ -76,8 +76,9 @@ class OptimizerWithAuxiliary(torch.optim.Optimizer):
         self.auxiliary = None
         self._give_to_auxiliary({n: p for n, p in module.named_parameters() if p.requires_grad})
         if factory is not None and self.auxiliary is None and not all(p.requires_grad for p in module.parameters()):
-            # What may be unfrozen later joins a group that schedulers know by then. The factory may look at parameters.
-            self.auxiliary = _made(factory, {"what may be unfrozen later": nn.Parameter(torch.empty(0, 0))})
+            # Parameters that are unfrozen later join a group that schedulers know by then. The factory may look at
+            # parameters.
+            self.auxiliary = _made(factory, {"parameters that may be unfrozen later": nn.Parameter(torch.empty(0, 0))})
             for group in self.auxiliary.param_groups:
                 group["params"].clear()
             self.auxiliary.state.clear()
@@ -97,8 +98,9 @@ class OptimizerWithAuxiliary(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train parameters of the module that are in no group yet, as after they have been unfrozen.
 
-        Those of layers that RLS trains become a group of its own, with the options of ``param_group``. What else there
-        is joins the auxiliary optimizer's first group, or becomes a group of that where there is nothing for RLS.
+        Parameters of layers that RLS trains become a group of its own, with the options of ``param_group``. All others
+        join the auxiliary optimizer's first group; if there is nothing for RLS among them, they become a new group
+        there.
 
         Raises:
             TypeError: the group is no dict with ``"params"``.
@@ -159,10 +161,10 @@ class OptimizerWithAuxiliary(torch.optim.Optimizer):
             known.update(weight.parameters)
 
     def _take_in_rest(self) -> None:
-        """Give what has got a gradient and is in no group to whom it belongs.
+        """Put parameters that have a gradient and are in no group into a group of RLS or of the auxiliary optimizer.
 
         Raises:
-            ValueError: to the auxiliary optimizer, and there is none; or it took the place of a weight that RLS trains.
+            ValueError: there is no auxiliary optimizer for them; or one took the place of a weight that RLS trains.
         """
         known = _members(self.param_groups)
         rest = {n: p for n, p in self.module.named_parameters() if p.grad is not None and p not in known}
@@ -172,7 +174,7 @@ class OptimizerWithAuxiliary(torch.optim.Optimizer):
             self._give_to_auxiliary({n: p for n, p in rest.items() if p.requires_grad})
 
     def _check_parameters(self) -> None:
-        """Raise where layers have other weights by now.
+        """Raise if layers have other weights by now.
 
         Raises:
             ValueError: see above; some are named.
@@ -181,7 +183,7 @@ class OptimizerWithAuxiliary(torch.optim.Optimizer):
         refuse_replaced([weight.name for weight in self._recorder.weights if weight.parameter not in present], "RLS")
 
     def _group_of(self, scale: float) -> Group:
-        """The group of an η, which is added where there is none."""
+        """The group of an η, which is added if there is none."""
         group = next((g for g in self.param_groups if is_own(g) and g["gradient_scale"] == scale), None)
         if group is None:
             group = {**self.defaults, "gradient_scale": scale, "params": []}
@@ -231,7 +233,7 @@ def _made(factory: AuxiliaryFactory, parameters: Mapping[str, nn.Parameter]) -> 
         differs = f"leaves out {', '.join(left_out)}" if left_out else "takes others as well"
         raise ValueError(
             "auxiliary is called with the list of the parameters that RLS does not train, and must make an optimizer "
-            f"of these; it {differs}. Give {_EXAMPLE} or the like, and freeze what is not to be trained by "
+            f"of these; it {differs}. Give {_EXAMPLE} or the like, and freeze the others by "
             "requires_grad_(False)"
         )
     return auxiliary

@@ -42,11 +42,11 @@ Uses: TypeAlias = list[tuple[TrainedWeight, Use]]
 
 @dataclass(frozen=True)
 class LayerReader:
-    """The way in which RLS sees what the layers of one kind multiply.
+    """The way in which RLS sees the rows that the layers of one kind multiply.
 
     Attributes:
-        read: the uses of the trained weights in one call of a layer; the last argument is what ``watch`` made.
-        watch: what a call must be made under for ``read`` to see everything; it may make None.
+        read: the uses of the trained weights in one call of a layer; the last argument is the context from ``watch``.
+        watch: makes the context in which a call shows everything to ``read``; None if the call needs none.
     """
 
     read: Callable[[LayerCall, TrainedLayer, Any], Uses]
@@ -84,7 +84,7 @@ def layer_reader(layer: nn.Module) -> LayerReader | None:
 
 
 def _bias(weight: TrainedWeight, layer: nn.Module, name: str | None) -> int | None:
-    """The place of a bias of a layer among those of the weight; None if it is none of them."""
+    """The index of a layer's bias in ``weight.biases``; None if it is not there."""
     below, _, own = (name or "").rpartition(".")
     parameter = layer.get_submodule(below)._parameters.get(own)
     return next((place for place, bias in enumerate(weight.biases) if bias.parameter is parameter), None)
@@ -152,7 +152,7 @@ def _read_cell(call: LayerCall, layer: TrainedLayer, watched: None) -> Uses:
 
 
 def _read_attention(call: LayerCall, layer: TrainedLayer, watched: RecordedCalls) -> Uses:
-    """Uses from the calls that the layer makes of ``linear``; dropout of the attention is in what they read."""
+    """Uses from the calls that the layer makes of ``linear``, whose inputs come after the dropout of the attention."""
     weights, bias_of = layer.weights, {matrix.weight: matrix.bias for matrix in layer.matrices}
     read: dict[str, dict[int, Tensor]] = defaultdict(dict)
     parameters = {name: weight.parameter for name, weight in weights.items()}
@@ -215,7 +215,7 @@ def modules_beside(module: nn.Module, layer: nn.Module) -> list[nn.Module]:
 
 
 def linear_layer(module: nn.Module, layer: str | nn.Module | None) -> nn.Module:
-    """The linear layer that is named or given; with None that of a module that has no other layer for RLS.
+    """The linear layer that is named or given; with None the only layer of a module that RLS could train.
 
     Raises:
         ValueError: it is none that RLS trains; or there are none, or several, to choose from.

@@ -87,7 +87,7 @@ class RLS(OptimizerWithAuxiliary):
             The longest matching name counts; without a match η is 1.
         momentum: α in [0, 1).
         l1: γ >= 0; each step takes about twice as long with it.
-        max_grad_norm: bound on the norm of all gradients together, including those of the auxiliary optimizer. For
+        max_grad_norm: bound on the norm of all gradients together, with the auxiliary optimizer's. For
             layers that RLS trains, only the step is scaled; their gradients stay as they are.
         form: form of P. ``"full"``: d² numbers for d inputs, as in the paper; ``"low_rank"``: 2rd numbers, with r = 32;
             ``"rank1"``: d numbers. :class:`LowRankP` sets r. None: full up to 512 inputs (and with ``forgetting`` < 1),
@@ -98,8 +98,8 @@ class RLS(OptimizerWithAuxiliary):
         max_gain: c > 0. The step of each weight is scaled so that in no direction it changes the weight's outputs for
             the inputs of the batch by more than about c times the gradient in them; 2 is the limit of stability of a
             layer that steps alone. If several weights step together, their steps are then three times as long. A
-            step changes each weight by at most a twentieth of its norm, except in a module that is a single layer,
-            where half of c counts. See :mod:`~lightning_struct.optim.rls.gain_limit`.
+            step changes each weight by at most a twentieth of its norm, except in a module that is a single layer;
+            half of c counts there. See :mod:`~lightning_struct.optim.rls.gain_limit`.
             None: the paper's steps, which are not bounded and need inputs in [0, 1], or clipping.
         weight_decay: δ >= 0, decoupled: each step begins with θ ← (1 - lr·δ) θ, with lr·δ < 1.
         lr: factor of the step, which schedulers change. With a value above 1, steps may exceed the bounds by that
@@ -233,7 +233,7 @@ class RLS(OptimizerWithAuxiliary):
         self._recorder.remove()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, and what the layers read on their way."""
+        """Forget the gradients and the inputs of the layers that belong to them."""
         super().zero_grad(set_to_none)
         self._forget()
 
@@ -273,7 +273,7 @@ class RLS(OptimizerWithAuxiliary):
         return result
 
     def _step_weights(self) -> float:
-        """Step what RLS trains; returned is the coefficient of clipping."""
+        """Step the weights that RLS trains; returned is the coefficient of clipping."""
         self._take_in_rest()
         group_of = self._share_groups()
         for group in group_of.values():
@@ -296,7 +296,7 @@ class RLS(OptimizerWithAuxiliary):
             warn_of_hidden([name for name, parameter in hidden if parameter.grad is not None], "RLS")
         of_weights = {weight: self._state_of(weight) for weight in means}
         clip, max_gain = norms.clip_coefficient(self.settings.max_grad_norm), self.settings.max_gain
-        # A module that is one layer, and has read one row of each sample: its steps are those of regression.
+        # A module that is one layer, and has read one row of each sample, takes the steps of a regression.
         is_regression = len(means) == 1 and all(
             not w.statistics.positions and {*self.module.parameters()} <= {*w.parameters} for w in means
         )
@@ -340,7 +340,7 @@ class RLS(OptimizerWithAuxiliary):
         return states[weight.name]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as of any optimizer, with that of the auxiliary one under ``"auxiliary"``."""
+        """The state, as of any optimizer, with the auxiliary optimizer's under ``"auxiliary"``."""
         state = super().state_dict()
         if self.auxiliary is not None:
             state["auxiliary"] = self.auxiliary.state_dict()
@@ -363,7 +363,7 @@ class RLS(OptimizerWithAuxiliary):
         if unknown := ", ".join(sorted(saved.keys() - weights.keys())):
             raise ValueError(
                 f"the state is of an RLS that trains {unknown}, which this one does not: make it with the same layers "
-                "excluded, and unfreeze before what was unfrozen"
+                "excluded, and unfreeze the same layers before"
             )
         if list(map(is_own, state_dict["param_groups"])) != list(map(is_own, self.param_groups)):
             raise ValueError(
@@ -382,7 +382,7 @@ class RLS(OptimizerWithAuxiliary):
         if self.auxiliary is not None:
             self.auxiliary.load_state_dict(state_dict["auxiliary"])
         self._share_groups()
-        # Torch takes over what is under a string key as it is, the tensors of the caller.
+        # Torch takes over the tensors under a string key as they are: they are the caller's.
         if saved:
             self.state["rls"] = {name: weights[name].converted(state) for name, state in saved.items()}  # type: ignore[index]
 

@@ -1,11 +1,11 @@
 """The sum of all patches that a convolution reads, without forming them.
 
-Padding, stride and dilation act on each dimension alone, in every padding mode. So the sum over positions is one
-product with a small matrix per dimension, of the sum over the batch: what ``unfold`` would give, to rounding, for the
-cost of reading the images once.
+Padding, stride and dilation act on each dimension alone, in every padding mode. So the sum over the batch is multiplied
+by one small matrix for each dimension. The result is that of ``unfold``, to rounding, for the cost of reading the
+images once.
 
 A transposed convolution is the convolution, with stride 1, of images that have zeros between their places: its patch
-under an output position has the places of the image of which the kernel gives something to that position, and zeros.
+under an output position has zeros and those places of the image that the kernel adds to that position.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lightning_struct.optim.rls.gain_limit import sampled_indices
 
 
 class Axis(NamedTuple):
-    """One dimension of what a convolution reads.
+    """One dimension of the images that a convolution reads.
 
     Attributes:
         size: of the images.
         positions: of the outputs.
-        kernel, stride, dilation, mode: as of the layer; the mode is that of the padding.
+        kernel, stride, dilation, mode: as of the layer; ``mode`` is its ``padding_mode``.
         before: the padding at the start.
-        transposed: the stride is that of the outputs.
+        transposed: the stride counts places of the outputs.
     """
 
     size: int
@@ -132,7 +132,7 @@ def _sampled_places(
 def batch_sum(tensor: Tensor) -> Tensor:
     """The sum over the first dimension, as a product with ones on a view in the order of memory.
 
-    ``Tensor.sum`` over the batch is many times slower where the channels are last.
+    ``Tensor.sum`` over the batch is many times slower if the channels are last.
     """
     if tensor.ndim == 2:
         return tensor.new_ones(tensor.shape[0]) @ tensor

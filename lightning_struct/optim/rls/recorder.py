@@ -53,7 +53,7 @@ class InputRecorder:
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def extend(self, is_trained: Callable[[nn.Parameter], bool]) -> list[TrainedWeight]:
-        """Take in all weights that are trained now, with those of their biases that are; returned are the new ones.
+        """Take in all weights that are trained now, and their trained biases; returned are the new weights.
 
         Raises:
             ValueError: a weight is neither float32 nor float64; layers with one weight see it as other matrices.
@@ -117,7 +117,7 @@ class InputRecorder:
 
     def attach(self) -> None:
         """Begin to record: hook the layers, before other hooks, which may replace an output."""
-        # A compiled graph is broken at each layer: what is recorded must not become part of it.
+        # A compiled graph is broken at each layer: the sums that are recorded must not become part of it.
         self._record_outside_of_graphs: Callable[..., None] = torch.compiler.disable(self._record)
         for layer, trained in self.layers.items():
             if trained.reader.watch is not None:
@@ -154,7 +154,7 @@ class InputRecorder:
             self.attach()
 
     def watch(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Put a call of a layer under what its reader needs."""
+        """Enter the context that the reader of a layer needs around its call."""
         if layer in self.layers and torch.is_grad_enabled():
             watch = self.layers[layer].reader.watch
             if watch is not None and (watched := watch(layer)) is not None:

@@ -20,7 +20,7 @@ from lightning_struct.optim.rls.patches import batch_sum
 
 
 class KernelRun(NamedTuple):
-    """Tensors of one run of a recurrent kernel; those of packed sequences are their data, (steps, features).
+    """Tensors of one run of a recurrent kernel; packed sequences are given by their data, (steps, features).
 
     Attributes:
         reads: the inputs of each level, (T, N, features).
@@ -36,7 +36,7 @@ class KernelRun(NamedTuple):
 
 
 class LevelByLevel(TorchFunctionMode):
-    """Runs the levels of a stack one by one where its layer would run them in one call, and keeps their outputs.
+    """Runs the levels of a stack one by one, though its layer would run them in one call, and keeps their outputs.
 
     The kernels keep the states of all levels but the last to themselves. One call for each level computes the same, bit
     for bit on a CPU, and in the same time. Under cuDNN the levels no longer overlap and dropout draws other random
@@ -89,7 +89,7 @@ def _chunks(weights: Sequence[Tensor], levels: int) -> list[list[Tensor]]:
 
 
 def watch(layer: nn.RNNBase) -> LevelByLevel | None:
-    """The context for a call of the layer; None where the call shows all itself: one level, and torch's forward."""
+    """The context for a call of the layer; None if the call itself shows all: one level, and torch's forward."""
     kind = kind_of(layer)
     own_forward = kind is not None and type(layer).forward is not getattr(kind.base, "forward", None)
     return LevelByLevel() if layer.num_layers > 1 or own_forward else None
@@ -116,7 +116,7 @@ def kernel_runs(call: LayerCall, watched: LevelByLevel | None) -> list[KernelRun
 def recurrent_rows(layer: nn.RNNBase, run: KernelRun) -> tuple[int, int, list[tuple[str, Tensor, Tensor]]]:
     """Sums of the rows that the weights of a layer multiplied in one run of its kernel: of x̄ in (80) and (92).
 
-    The sum of h_{t-1} is that of h_t without the last, with h_0. Packed sequences count their own steps only.
+    The sum of h_{t-1} is the sum of h_t without the last one, plus h_0. Packed sequences count their own steps only.
 
     Returns:
         The number of steps of all sequences; the number of sequences; and, for each weight, the end of its name, as
@@ -146,9 +146,9 @@ def recurrent_rows(layer: nn.RNNBase, run: KernelRun) -> tuple[int, int, list[tu
 # --- cells -----------------------------------------------------------------------------------------------------------
 
 # A call of a cell is one step of sequences. Several sequences in one backward pass are several uses, which the bound on
-# the gain counts, and so the calls must be told apart that begin sequences: a sequence goes on where the state that a
-# call is given was computed from one that an earlier call returned. Those are marked in autograd's graph, whose nodes
-# live as long as the states do.
+# the gain counts. So the calls that begin sequences must be told apart: a sequence goes on if the state that a call is
+# given was computed from a state that an earlier call returned. Returned states are marked in autograd's graph, whose
+# nodes live as long as the states do.
 
 
 def cell_states(call: LayerCall) -> tuple[Tensor, ...]:

@@ -26,9 +26,9 @@ class Use:
         total: (groups, n), the sum of the rows.
         rows: their number in each group.
         sequences: rows[0] / sequences is their mean length; None if it is 1.
-        bias: the place among the weight's biases of the one that was added; None without.
-        inputs: (rows, n), X itself, where the step may want it.
-        sample: (groups, s, n), rows of X that stand for all of them, where the step's gain is bounded.
+        bias: the index, among the weight's biases, of the one that was added; None without.
+        inputs: (rows, n), X itself, if the step may want it.
+        sample: (groups, s, n), rows of X that stand for all of them, if the step's gain is bounded.
         positions: whether several of the rows are of one sample, over which the loss may be summed.
     """
 
@@ -68,7 +68,7 @@ class Statistics:
 
     Attributes:
         total: (groups, n); None before the first use.
-        counts: by group the rows, then the sequences, then those of the largest use in each backward pass, then by bias
+        counts: by group the rows, then the sequences, then the sequences of the largest use in each pass, then by bias
             and group the rows to which it was added.
         pairs: inputs and cotangents of the outputs of each use, (r, n) and (r, outputs); None if not all were kept.
         samples: rows of the first uses.

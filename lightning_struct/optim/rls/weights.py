@@ -29,7 +29,7 @@ from lightning_struct.optim.rls.gain_limit import (
 from lightning_struct.optim.rls.settings import Settings
 from lightning_struct.optim.rls.statistics import Arrival, Statistics, Use
 
-# Uses in earlier passes of which no gradient has come that are kept.
+# Number of uses in earlier passes that are kept though no gradient of the weight has come from them.
 MOST_WAITING = 64
 
 
@@ -77,8 +77,8 @@ class TrainedWeight:
         parameters: the weight and the biases, each once.
         users: how many layers use the weight.
         statistics: of its inputs since the last step. Counted are the uses of the passes that add to its gradient.
-        arrived: uses whose outputs have got a gradient, which wait for one of the weight; those of the last pass at the
-            end.
+        arrived: uses whose outputs have got a gradient, which wait for one of the weight; uses in the last pass are at
+            the end.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class TrainedWeight:
         """The rows (r, n), if the step may want to multiply them by P before the cotangents; else None.
 
         Only on a CPU and in one process: whether they make up the gradient cannot be seen elsewhere without waiting for
-        the device, and the gradients of DDP are those of all processes.
+        the device, and under DDP the gradients come from all processes.
         """
         is_kept = (
             self.blank.is_dense
@@ -243,7 +243,7 @@ class TrainedWeight:
         if first:
             state["direction"] = self._random(self.groups, self.size)
         statistics, direction = self.statistics, state["direction"]
-        # A process has no rows of what other processes alone have read.
+        # A process has no rows of layers that only other processes have called.
         sample = joined_samples(statistics.samples) if statistics.samples else Sample(direction[:, None][:, :0], 1.0)
         represented = sum(sample.share * sample.rows.shape[1] for sample in statistics.samples)
         scale = statistics.uses / statistics.counts[0] * (1 + statistics.unsampled / max(represented, 1.0))
@@ -255,8 +255,8 @@ class TrainedWeight:
         Args:
             state: of :meth:`initial_state`; changed in place.
             mean: x̄, (groups, d).
-            group: that of the weight, with the options ``ratio`` k, ``gradient_scale`` η, ``lr``, by which the step is
-                multiplied, bounded or not, ``momentum`` α, ``l1`` γ and ``weight_decay`` δ.
+            group: the group of the weight, with the options ``ratio`` k, ``gradient_scale`` η, ``lr``, by which the
+                step is multiplied, bounded or not, ``momentum`` α, ``l1`` γ and ``weight_decay`` δ.
             bounds: of the step.
         """
         P, kT = self.blank.with_state(state), group["ratio"] * self.statistics.steps
@@ -355,7 +355,7 @@ class TrainedWeight:
         return [features, constants]
 
     def _gradient(self) -> tuple[Tensor, Tensor]:
-        """∇: (groups, outputs, n) and (groups, outputs, m), zero where there is none."""
+        """∇: (groups, outputs, n) and (groups, outputs, m), zero without a gradient."""
         weight = self.parameter.grad
         features = self._features(torch.zeros_like(self.parameter) if weight is None else weight).to(self.dtype)
         return features, self._constants([bias.parameter.grad for bias in self.biases])
@@ -376,13 +376,13 @@ class TrainedWeight:
         return None if rows is None else (rows[0][None], rows[1][None])
 
     def _features(self, tensor: Tensor) -> Tensor:
-        """(groups, outputs, n) of a tensor of the parameter's shape, a view where its strides allow one."""
+        """(groups, outputs, n) of a tensor of the parameter's shape, a view if its strides allow one."""
         if self.transposed:
             return tensor.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(2)
         return tensor.reshape(self.groups, self.outputs, self.features)
 
     def _constants(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """(groups, outputs, m) of tensors of the biases' shapes, zero for None; a view of one where it may be."""
+        """(groups, outputs, m) of tensors of the biases' shapes, zero for None; a view if one bias allows it."""
         shape = self.groups, self.outputs, 1
         columns = [
             self.parameter.new_zeros(shape) if tensor is None else bias.of(tensor).reshape(shape)

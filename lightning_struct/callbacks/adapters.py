@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from lightning_struct.callbacks.compression import Compression
 from lightning_struct.callbacks.validation_merit import BEST_WEIGHTS
 from lightning_struct.functional.layers.registry import plain_name
+from lightning_struct.nn.adapter_files import IN_CHECKPOINTS, check_base, description_of, norms_of
 from lightning_struct.nn.adapters import frozen_parameter_names, has_adapters
 from lightning_struct.nn.attention import StructuredAttention
 from lightning_struct.nn.structured import StructuredLinear
@@ -20,10 +20,8 @@ from lightning_struct.utilities.checkpoint_hooks import CheckpointHook, add_chec
 from lightning_struct.utilities.distributed import refuse_sharded_weights
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
-_BASE_NORMS = "adapter_base_norms"
+_NORMS_BEFORE = "adapter_base_norms"  # the key up to version 0.3
 _WEIGHTS = {"state_dict", "current_model_state"}  # Lightning's averages of weights are in the first, with the second
-_TOLERANCE = 1e-4  # of norms: the same weights in another precision or summed on another device pass
-_ROUNDING = 2.0**-8  # of an entry to bfloat16, relative; in the norm of many of them it averages out
 
 
 class AdapterCheckpoint(Callback):
@@ -42,9 +40,9 @@ class AdapterCheckpoint(Callback):
     With :class:`~lightning_struct.callbacks.Compression` in the same Trainer, before or after it, a checkpoint has all
     of the structured layers, frozen or not, because the base does not have them.
 
-    Outside a Trainer, and for other modules with the same base, load the adapters by
-    ``load_adapter_state_dict(module, torch.load(path)["state_dict"])``, or by
-    ``load_from_checkpoint(path, strict=False)``.
+    A checkpoint also has the description that :func:`~lightning_struct.nn.save_adapters` writes. Outside a Trainer
+    ``load_adapters(base, path)`` adds the adapters to the base: the module without adapters, or the network in it.
+    ``load_from_checkpoint(path, strict=False)`` loads them into a module that has adapters from its ``__init__``.
 
     From :meth:`setup` to :meth:`teardown`, or to an exception, it extends the module's ``on_save_checkpoint`` and
     ``on_load_checkpoint``, because Lightning asks no callbacks when it saves only weights, nor before it loads weights.
@@ -120,10 +118,11 @@ def _leave_out_base(pl_module: Any, checkpoint: dict[str, Any], is_compressed: b
         best, now = state[BEST_WEIGHTS], checkpoint.get("state_dict", {})
         same = {n for n in best.keys() & now.keys() if plain_name(n) in frozen and torch.equal(best[n], now[n].cpu())}
         state[BEST_WEIGHTS] = {name: value for name, value in best.items() if name not in same}
-    norms = checkpoint.setdefault(_BASE_NORMS, {})  # of a second call there are none left to be added
-    for key in _WEIGHTS & checkpoint.keys():
+    described = checkpoint.setdefault(IN_CHECKPOINTS, description_of(pl_module) | {"base_norms": {}})
+    for key in _WEIGHTS & checkpoint.keys():  # in a second call nothing is left to be taken out
         weights = checkpoint[key]
-        norms.update(_norms({plain_name(name): value for name, value in weights.items() if plain_name(name) in frozen}))
+        left_out = {plain_name(name): value for name, value in weights.items() if plain_name(name) in frozen}
+        described["base_norms"].update(norms_of(left_out))
         checkpoint[key] = {name: value for name, value in weights.items() if plain_name(name) not in frozen}
 
 
@@ -141,18 +140,15 @@ def _fill_in_base(pl_module: Any, checkpoint: dict[str, Any]) -> None:
 
     The others get the names that they have in the module, which may be compiled now, or no longer.
     """
-    if _BASE_NORMS not in checkpoint:
+    before = checkpoint.get(IN_CHECKPOINTS, {}).get("base_norms", checkpoint.get(_NORMS_BEFORE))
+    if before is None:
         return
-    before = checkpoint[_BASE_NORMS]
     own = pl_module.state_dict()
     left_out = {name: value for name, value in own.items() if plain_name(name) in before}
-    for name, norm in _norms(left_out).items():
-        norm_before, size = before[plain_name(name)], left_out[name].numel()
-        if abs(norm - norm_before) > max(_TOLERANCE, 8 * _ROUNDING / math.sqrt(size or 1)) * norm_before:
-            raise MisconfigurationException(
-                f"AdapterCheckpoint: the adapters of this checkpoint were trained beside another base: {name} has norm "
-                f"{norm:.6g} and had {norm_before:.6g}. Load the weights of that base before the adapters are added"
-            )
+    try:
+        check_base({plain_name(name): value for name, value in left_out.items()}, before)
+    except ValueError as error:
+        raise MisconfigurationException(f"AdapterCheckpoint: {error}") from None
     names = {plain_name(name): name for name in own}
 
     def filled_in(weights: dict[str, Any], base: dict[str, Tensor]) -> dict[str, Any]:
@@ -169,10 +165,3 @@ def _states_with_weights(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
     """The states of those ValidationMeritStopping that keep weights to put back."""
     states = checkpoint.get("callbacks", {}).values()
     return [state for state in states if isinstance(state, dict) and state.get(BEST_WEIGHTS)]
-
-
-def _norms(weights: dict[str, Tensor]) -> dict[str, float]:
-    """The norm of each weight. They come from a device together, so there is one wait for it."""
-    norms = [torch.linalg.vector_norm(weight.detach(), dtype=torch.float64) for weight in weights.values()]
-    together = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist() if norms else []
-    return dict(zip(weights, together, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from lightning_struct.functional.layers.registry import plain_name
 from lightning_struct.nn.adapters import (
     adapter_state_dict,
     add_adapters,
+    frozen_parameter_names,
     has_adapters,
     load_adapter_state_dict,
     require_adapters,
@@ -27,6 +29,10 @@ from lightning_struct.nn.selection import Model
 from lightning_struct.nn.updates import AdaptedLinear, StructuredUpdate
 
 _FORMAT = 1
+_TOLERANCE = 1e-4  # of norms: the same weights in another precision or summed on another device pass
+_ROUNDING = 2.0**-8  # of an entry to bfloat16, relative; in the norm of many of them it averages out
+IN_CHECKPOINTS = "adapter_description"
+"""The key of the description in a checkpoint of AdapterCheckpoint."""
 _DESCRIPTION, _SAFE, _PICKLED = "adapters.json", "adapters.safetensors", "adapters.pt"
 
 
@@ -51,24 +57,14 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
         ...     "adapters.json" in [file.name for file in Path(folder).iterdir()]
         True
     """
-    require_adapters(model)
-    layers = {}
-    for name, update, dropout in _named_updates(model):
-        layers[name] = {
-            **(structure_entry(update.adapter) or {}),
-            "options": {
-                "scale": update.given_scale,
-                "dropout": dropout,
-                "learned_diagonals": update.learned_diagonals,
-            },
-            "size": [update.adapter.out_features, update.adapter.in_features],
-        }
-    of_adapters = {parameter for _, update, _ in _named_updates(model) for parameter in update.parameters()}
-    trained = [plain_name(n) for n, p in model.named_parameters() if p.requires_grad and p not in of_adapters]
-    described = {"format": _FORMAT, "layers": layers, "trained": trained}
+    described = description_of(model)
+    frozen, named = frozen_parameter_names(model), model.named_parameters(remove_duplicate=False)
+    described["base_norms"] = norms_of({plain_name(name): p for name, p in named if plain_name(name) in frozen})
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().cpu().contiguous() for name, value in adapter_state_dict(model).items()}
+    for file in (_SAFE, _PICKLED):  # of an earlier call, perhaps in the other format
+        (folder / file).unlink(missing_ok=True)
     if find_spec("safetensors"):
         import_module("safetensors.torch").save_file(
             {name: value.clone() for name, value in weights.items()}, folder / _SAFE
@@ -78,20 +74,60 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
     (folder / _DESCRIPTION).write_text(json.dumps(described, indent=1))
 
 
+def description_of(model: nn.Module) -> dict[str, Any]:
+    """The class, arguments, scale and sizes of each adapter, and the names of other trained weights, as plain data.
+
+    Raises:
+        ValueError, TypeError: as :func:`save_adapters`.
+    """
+    require_adapters(model)
+    layers = {}
+    for name, update, dropout in _named_updates(model):
+        options = {"scale": update.given_scale, "dropout": dropout, "learned_diagonals": update.learned_diagonals}
+        size = [update.adapter.out_features, update.adapter.in_features]
+        layers[name] = {**(structure_entry(update.adapter) or {}), "options": options, "size": size}
+    of_adapters = {parameter for _, update, _ in _named_updates(model) for parameter in update.parameters()}
+    trained = [plain_name(n) for n, p in model.named_parameters() if p.requires_grad and p not in of_adapters]
+    return {"format": _FORMAT, "layers": layers, "trained": trained}
+
+
+def norms_of(weights: Mapping[str, Tensor]) -> dict[str, float]:
+    """The norm of each weight. They come from a device together, so there is one wait for it."""
+    norms = [torch.linalg.vector_norm(weight.detach(), dtype=torch.float64) for weight in weights.values()]
+    together = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist() if norms else []
+    return dict(zip(weights, together, strict=True))
+
+
+def check_base(weights: Mapping[str, Tensor], norms: Mapping[str, float]) -> None:
+    """Compare the weights of a base with the norms that they had beside its adapters.
+
+    Raises:
+        ValueError: one differs by more than rounding, also to half precision.
+    """
+    for name, norm in norms_of({name: weight for name, weight in weights.items() if name in norms}).items():
+        tolerance = max(_TOLERANCE, 8 * _ROUNDING / math.sqrt(weights[name].numel() or 1))
+        if abs(norm - norms[name]) > tolerance * norms[name]:
+            raise ValueError(
+                f"the adapters were trained beside another base: {name} has norm {norm:.6g} and had {norms[name]:.6g}. "
+                "Load the weights of that base before the adapters are added"
+            )
+
+
 def load_adapters(model: Model, folder: str | Path) -> Model:
     """Add the adapters of a folder to a model, with their weights.
 
     Args:
         model: the base, as it was when :func:`~lightning_struct.nn.add_adapters` was called. It is changed in place.
-        folder: written by :func:`save_adapters`.
+        folder: written by :func:`save_adapters`; or a checkpoint of :class:`~lightning_struct.AdapterCheckpoint`. The
+            model may be a part of the one that was saved, such as the network of a LightningModule.
 
     Returns:
         ``model``; the new layer if it is a linear layer itself.
 
     Raises:
         FileNotFoundError: the folder has no adapters.
-        ValueError: the model has adapters already, or not the layers that the files are for, or the files hold NaN, or
-            are of a later version. The model then stays as it was.
+        ValueError: the model has adapters already, other weights, or not the layers that the files are for; the files
+            hold NaN, or are of another version. The model then stays as it was.
 
     Example:
         >>> import tempfile
@@ -107,17 +143,12 @@ def load_adapters(model: Model, folder: str | Path) -> Model:
     if has_adapters(model):
         raise ValueError(f"{type(model).__name__} has adapters already: merge_adapters first, or load into the base")
     folder = Path(folder)
-    if not (folder / _DESCRIPTION).is_file():
-        raise FileNotFoundError(f"{folder} has no {_DESCRIPTION}: give the folder that save_adapters has written")
-    described = json.loads((folder / _DESCRIPTION).read_text())
-    if described.get("format") != _FORMAT:
-        raise ValueError(f"{folder / _DESCRIPTION} has format {described.get('format')}, this version reads {_FORMAT}")
-    weights = _weights(folder)
+    described, weights = _below(model, *_read(folder), folder)
     if wrong := [name for name, value in weights.items() if not value.isfinite().all()]:
         raise ValueError(f"the adapters in {folder} hold NaN or infinity in {', '.join(wrong[:3])}")
-    memo: dict[int, Any] = {id(t): t.to("meta") for t in model.buffers()}
+    memo: dict[int, Any] = {id(t): t.detach() for t in model.buffers()}  # a copy that shares the memory
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
     trial = _with_adapters(copy.deepcopy(model, memo), described, folder)
     for name, update, _ in _named_updates(trial):
         size, given = [update.adapter.out_features, update.adapter.in_features], described["layers"][name]["size"]
@@ -128,7 +159,30 @@ def load_adapters(model: Model, folder: str | Path) -> Model:
         there, given = ([*state[name].shape] if name in state else None for state in (expected, weights))
         if there != given:
             raise ValueError(f"{name} of the adapters in {folder} has the shape {given}, for this model it is {there}")
+    check_base({plain_name(name): p for name, p in trial.named_parameters()}, described.get("base_norms", {}))
     return load_adapter_state_dict(_with_adapters(model, described, folder), weights)
+
+
+def _read(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The description and the weights of a folder, or of a checkpoint."""
+    file = source / _DESCRIPTION
+    if source.is_file():
+        checkpoint = torch.load(source, map_location="cpu", weights_only=True)
+        if not isinstance(checkpoint, Mapping) or IN_CHECKPOINTS not in checkpoint:
+            raise ValueError(f"{source} has no adapters: give a folder of save_adapters or a file of AdapterCheckpoint")
+        described = checkpoint[IN_CHECKPOINTS]
+        weights = {plain_name(name): value for name, value in checkpoint["state_dict"].items()}
+    elif not file.is_file():
+        raise FileNotFoundError(f"{source} has no {_DESCRIPTION}: give the folder that save_adapters has written")
+    else:
+        try:
+            described = dict(json.loads(file.read_text()))
+        except ValueError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
+        weights = {}
+    if described.get("format") != _FORMAT:
+        raise ValueError(f"{source} has format {described.get('format')}, this version reads {_FORMAT}")
+    return described, weights or _weights(source)
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
@@ -137,6 +191,32 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     if not (folder / _PICKLED).is_file():
         raise FileNotFoundError(f"{folder} has neither {_SAFE} nor {_PICKLED}: copy all files of the adapters")
     return torch.load(folder / _PICKLED, weights_only=True)
+
+
+def _below(
+    model: nn.Module, described: dict[str, Any], weights: dict[str, Tensor], source: Path
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The same by the names of the model, if it is the part of the one that was saved that has all adapters."""
+    modules, layers = dict(model.named_modules()), [*described["layers"]]
+    above = next(iter(layers), "").split(".")[:-1]
+
+    def is_here(name: str) -> bool:
+        return name in modules or isinstance(modules.get(name.rpartition(".")[0]), nn.MultiheadAttention)
+
+    prefixes = ["".join(f"{part}." for part in above[:depth]) for depth in range(len(above) + 1)]
+    prefixes = [p for p in prefixes if all(n.startswith(p) and is_here(n.removeprefix(p)) for n in layers)]
+    if not prefixes or not prefixes[0]:
+        return described, weights
+    prefix, cut = prefixes[0], len(prefixes[0])
+    if other := [name for name in described["trained"] if not name.startswith(prefix)]:
+        raise ValueError(f"beside the adapters {source} has {other[0]}, which is outside of {type(model).__name__}")
+
+    def ours(of: dict[str, Any]) -> dict[str, Any]:
+        return {name[cut:]: value for name, value in of.items() if name.startswith(prefix)}
+
+    trained = [name[cut:] for name in described["trained"]]
+    parts = {"layers": ours(described["layers"]), "base_norms": ours(described.get("base_norms", {}))}
+    return {**described, **parts, "trained": trained}, ours(weights)
 
 
 def _with_adapters(model: Model, described: Mapping[str, Any], folder: Path) -> Model:

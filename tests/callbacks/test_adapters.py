@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_struct import AdapterCheckpoint, ValidationMeritStopping
-from lightning_struct.nn import LDRSubdiagonal, adapter_state_dict, add_adapters, load_adapter_state_dict
+from lightning_struct.nn import LDRSubdiagonal, adapter_state_dict, add_adapters, load_adapter_state_dict, load_adapters
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
@@ -88,6 +88,28 @@ def test_checkpoint_has_the_adapters_and_not_the_base(pl, stopped):
     assert checkpoint["own"] == "kept"
     other = load_adapter_state_dict(module(pl), weights)
     assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values(), strict=True))
+
+
+def test_adapters_of_a_checkpoint_are_added_to_the_module_or_to_the_network_in_it(pl, stopped):
+    model, path = stopped
+    x = torch.randn(5, 6)
+    for base in (module(pl, adapted=False), module(pl, adapted=False).net):
+        loaded = getattr(load_adapters(base, path), "net", base)
+        assert torch.equal(loaded.eval()(x), model.net.eval()(x))
+    with pytest.raises(ValueError, match="beside another base: 0.base.weight has norm"):
+        load_adapters(module(pl, base=7, adapted=False).net, path)
+    with pytest.raises(ValueError, match="has no adapters: give a folder of save_adapters or a file"):
+        torch.save({"state_dict": {}}, path)
+        load_adapters(module(pl, adapted=False), path)
+
+
+def test_a_checkpoint_of_version_0_3_is_read(pl, stopped):
+    straight, path = stopped
+    checkpoint = torch.load(path, weights_only=False)
+    checkpoint["adapter_base_norms"] = checkpoint.pop("adapter_description")["base_norms"]
+    torch.save(checkpoint, path)
+    fit(pl, again := module(pl), 2, path)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in straight.state_dict().items())
 
 
 def test_weights_alone_are_the_adapters_too(pl, tmp_path):

@@ -8,6 +8,7 @@ from lightning_struct.nn.adapters import (
     disable_adapters,
     load_adapter_state_dict,
     merge_adapters,
+    merged_adapters,
 )
 from lightning_struct.nn.attention import StructuredAttention
 from lightning_struct.nn.baselines import Circulant, PrunedLinear, reduced_hidden_units, sparse_normal_
@@ -33,8 +34,8 @@ __all__ = [
     "PrunedLinear", "RandomizedHadamard", "RecursiveLinear", "StructuredAttention", "StructuredLSTM",
     "StructuredLinear", "ToeplitzLike", "VandermondeLike", "adapter_parameter_groups", "adapter_state_dict",
     "add_adapters", "apply_structure", "compress", "disable_adapters", "freeze", "jacobian_norms",
-    "layer_structure", "load_adapter_state_dict", "load_adapters", "merge_adapters", "reduced_hidden_units",
-    "replace_conv", "replace_linear", "replacement_report", "save_adapters", "sparse_normal_",
+    "layer_structure", "load_adapter_state_dict", "load_adapters", "merge_adapters", "merged_adapters",
+    "reduced_hidden_units", "replace_conv", "replace_linear", "replacement_report", "save_adapters", "sparse_normal_",
 ]  # fmt: skip
 
 STRUCTURED_CLASSES: dict[str, type[StructuredLinear]] = {

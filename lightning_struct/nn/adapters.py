@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_struct.functional.checks import NotFinite, checked
+from lightning_struct.functional.checks import NotFinite, checked, warn
 from lightning_struct.functional.layers.registry import hidden_layers, kind_of, plain_name
 from lightning_struct.nn.attention import PROJECTIONS
 from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, is_pointwise, linear_of
@@ -127,6 +128,9 @@ def add_adapters(
                 add_parametrization(module, attribute, added)
             else:
                 present.add(added)
+    for module in model.modules():
+        if callable(getattr(type(module), "save_pretrained", None)):
+            vars(module)["save_pretrained"] = partial(_save_base, module)
     new_layers = [(name, adapted[layer]) for name, layer, _ in places]
     return set_modules(model, [(name, new) for name, new in new_layers if isinstance(new, AdaptedLinear)])
 
@@ -137,7 +141,9 @@ def merge_adapters(model: Model) -> Model:
 
     The model computes the same as before, to rounding, and has the modules and names from before :func:`add_adapters`.
     Frozen parameters stay frozen. The merged weights are new parameters: another module that shared a weight with a
-    merged layer, such as an embedding, keeps the old one. To keep the adapted model as well, merge a ``copy.deepcopy``.
+    merged layer, such as an embedding, keeps the old one. One warning names such layers, and the configuration of a
+    model of transformers says from now on that its embeddings are not tied. To merge for a while, see
+    :func:`merged_adapters`; to keep the adapted model as well, merge a ``copy.deepcopy``.
 
     Args:
         model: after :func:`add_adapters`.
@@ -159,25 +165,114 @@ def merge_adapters(model: Model) -> Model:
         )
     """
     require_adapters(model)
+    untied = _weights_to_untie(model)
+    merged = _with_merged_weights(model)
+    for module in merged.modules():
+        if isinstance(vars(module).get("save_pretrained"), partial):
+            del module.save_pretrained
+        config = getattr(module, "config", None)
+        if untied and getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False  # type: ignore[union-attr]
+    if untied:
+        warn(
+            f"merged weights are no longer shared: {'; '.join(untied)}. The other modules keep the weight without the "
+            "update, and config.tie_word_embeddings, if there is one, is False now"
+        )
+    return merged
+
+
+@contextmanager
+def merged_adapters(model: Model) -> Iterator[Model]:
+    """Run a model with the updates of its adapters added to its weights, within a ``with`` statement.
+
+    The model is as fast as its base there. Afterwards it has its weights and adapters again, bit for bit.
+
+    Args:
+        model: after :func:`add_adapters`.
+
+    Yields:
+        ``model``; the base if it is an adapted layer itself.
+
+    Raises:
+        ValueError: as :func:`merge_adapters`.
+
+    Example:
+        >>> from lightning_struct.nn import LowRank
+        >>> model = add_adapters(nn.Sequential(nn.Linear(8, 8)), LowRank)
+        >>> with merged_adapters(model):
+        ...     print(model)
+        Sequential(
+          (0): Linear(in_features=8, out_features=8, bias=True)
+        )
+        >>> type(model[0]).__name__
+        'AdaptedLinear'
+    """
+    require_adapters(model)
+    linear = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, AdaptedLinear)]
+    weights = [(layer.base, {**layer.base._parameters}, {**layer.base._buffers}) for _, layer in linear]
+    parametrized = [m for m in model.modules() if _has_updated_weights(m)]
+    before = [(m, type(m), m._parameters, {**m._modules}) for m in parametrized]
+    merged = _with_merged_weights(model)
+    try:
+        yield merged
+    finally:
+        for base, parameters, buffers in weights:
+            base._parameters.update(parameters)
+            base._buffers.update(buffers)
+        for module, of_class, parameters, modules in before:
+            module.__class__, module._parameters, module._modules = of_class, parameters, modules
+        set_modules(merged, linear)  # type: ignore[arg-type]
+
+
+def _with_merged_weights(model: Model) -> Model:
+    """The model with enabled updates in its weights, and without all adapters; an error leaves it as it was."""
     named = list(model.named_modules(remove_duplicate=False))
     linear = [(name, layer) for name, layer in named if isinstance(layer, AdaptedLinear)]
     for name, layer in linear:
-        _check_can_merge(name, layer)
+        if layer.update.is_enabled:
+            _check_can_merge(name, layer)
     for name, update in named:
-        if not isinstance(update, StructuredUpdate):
+        if not isinstance(update, StructuredUpdate) or not update.is_enabled:
             continue
         if wrong := [part for part, p in update.named_parameters() if not p.isfinite().all()]:
             raise NotFinite(
                 f"the adapter {name} holds NaN or infinity in {', '.join(wrong)}, and is not added to the weights: "
                 "load an earlier state by load_adapter_state_dict"
             )
-    for layer in dict.fromkeys(layer for _, layer in linear):
+    for layer in dict.fromkeys(layer for _, layer in linear if layer.update.is_enabled):
         _merge(layer)
     model = set_modules(model, [(name, layer.base) for name, layer in linear])
-    for _, layer in named:
-        if _has_updated_weights(layer):
-            remove_parametrizations(layer)
+    for _, module in named:
+        if _has_updated_weights(module):
+            remove_parametrizations(module)
     return model
+
+
+def _weights_to_untie(model: nn.Module) -> list[str]:
+    """The adapted layers whose weight other modules share, with the names of these."""
+    holders: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(parameter, []).append(name.rpartition(".")[0])
+    layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, AdaptedLinear)}
+    untied = []
+    for layer, name in layers.items():
+        shared = holders.get(layer.base._parameters.get("weight"), [])  # type: ignore[arg-type]
+        others = [other for other in shared if model.get_submodule(other) is not layer.base]
+        if layer.update.is_enabled and others:
+            untied.append(f"{name} with {', '.join(others)}")
+    return untied
+
+
+def _save_base(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The ``save_pretrained`` of a model with adapters, as transformers has it: of the base by its own names."""
+    if not has_adapters(model):  # within merged_adapters
+        return type(model).save_pretrained(model, *args, **kwargs)
+    warn(
+        f"save_pretrained of {type(model).__name__} saves the base, by the names that from_pretrained reads, without "
+        "its adapters: save_adapters(model, folder) saves them"
+    )
+    with disable_adapters(model), merged_adapters(model) as base:
+        return type(base).save_pretrained(base, *args, **kwargs)
 
 
 @checked

@@ -4,6 +4,7 @@ import copy
 import json
 from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ from lightning_struct.nn import (
     add_adapters,
     disable_adapters,
     load_adapters,
+    merge_adapters,
+    merged_adapters,
     save_adapters,
 )
+from tests.nn.layers import Conv1D
 
 
 class Network(nn.Module):
@@ -122,6 +126,11 @@ def changed_layer(folder, **changed):
             "do not fit Network: include names 'down'",
         ),
         "another size": (lambda folder: changed_layer(folder, size=[15, 8]), r"up .* is for a weight \[15, 8\]"),
+        "other weights": (
+            lambda folder: damaged(folder, base_norms={"up.base.weight": 9.0}),
+            "another base: up.base.w",
+        ),
+        "no description": (lambda folder: (folder / "adapters.json").write_text("{"), "adapters.json cannot be read"),
         "a trained name": (lambda folder: damaged(folder, trained=["tail.weight"]), "train tail.weight, which Network"),
     }.values(),
 )
@@ -138,6 +147,11 @@ def test_other_bases_missing_files_and_nan_are_refused(base, trained, tmp_path):
     save_adapters(trained, tmp_path)
     with pytest.raises(ValueError, match="Sequential"):
         load_adapters(nn.Sequential(nn.Linear(8, 16)), tmp_path)
+    other = copy.deepcopy(base)
+    with torch.no_grad():
+        other.norm.weight.mul_(1.1)
+    with pytest.raises(ValueError, match="beside another base: norm.weight has norm"):
+        load_adapters(other, tmp_path)
     with pytest.raises(ValueError, match="Network has adapters already"):
         load_adapters(trained, tmp_path)
     with pytest.raises(FileNotFoundError, match="has no adapters.json"):
@@ -150,6 +164,81 @@ def test_other_bases_missing_files_and_nan_are_refused(base, trained, tmp_path):
     (tmp_path / "adapters.safetensors").unlink(missing_ok=True)
     with pytest.raises(FileNotFoundError, match="copy all files"):
         load_adapters(base, tmp_path)
+
+
+def test_a_part_of_the_saved_model_gets_its_adapters(base, trained, tmp_path):
+    save_adapters(nn.ModuleDict({"whole": nn.ModuleDict({"network": trained})}), tmp_path)
+    assert torch.equal(load_adapters(copy.deepcopy(base), tmp_path).eval()(X), trained.eval()(X))
+    described = json.loads((tmp_path / "adapters.json").read_text())
+    damaged(tmp_path, trained=[*described["trained"], "head.weight"])
+    with pytest.raises(ValueError, match="has head.weight, which is outside of Network"):
+        load_adapters(base, tmp_path)
+
+
+def test_layers_that_are_recognised_by_their_results_are_found_again(tmp_path):
+    model = add_adapters(nn.Sequential(Conv1D(6, 8)), LowRank)
+    base = nn.Sequential(copy.deepcopy(model[0].base))
+    save_adapters(model, tmp_path)
+    assert type(load_adapters(base, tmp_path)[0].base) is Conv1D
+
+
+class Pretrained(Network):
+    """A model with the methods of transformers by which it is saved, and a head that shares the embedding's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(3, 16)
+        self.head.weight = self.embedding.weight
+        self.config = SimpleNamespace(tie_word_embeddings=True)
+
+    def save_pretrained(self, folder):
+        torch.save(self.state_dict(), folder / "weights.pt")
+
+
+def adapted_and_moved():
+    torch.manual_seed(0)
+    model = add_adapters(Pretrained(), partial(LowRank, rank=2), include=["up", "head", "attention"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 if parameter.requires_grad else 0.0)
+    return model.eval()
+
+
+def test_save_pretrained_saves_the_base_by_its_own_names(tmp_path):
+    model = adapted_and_moved()
+    before, after = model.state_dict(), Pretrained()
+    with pytest.warns(UserWarning, match="save_pretrained of Pretrained saves the base.*save_adapters") as record:
+        copy.deepcopy(model).save_pretrained(tmp_path)
+    assert len(record) == 1
+    after.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    with disable_adapters(model):
+        torch.testing.assert_close(after.eval()(X), model(X))
+    assert after.head.weight is after.embedding.weight
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with merged_adapters(model):
+        model.save_pretrained(tmp_path)  # without a warning: of the merged weights
+    assert not torch.equal(torch.load(tmp_path / "weights.pt")["up.weight"], after.up.weight)
+
+
+def test_adapters_are_merged_for_a_while():
+    model = adapted_and_moved()
+    expected, before, names = model(X), model.state_dict(), list(Pretrained().state_dict())
+    with pytest.raises(RuntimeError, match="inside"), merged_adapters(model) as merged:
+        assert merged is model and list(model.state_dict()) == names
+        torch.testing.assert_close(model(X), expected)
+        raise RuntimeError("inside")
+    assert torch.equal(model(X), expected) and list(model.state_dict()) == list(before)
+    assert model.head.base.weight is model.embedding.weight and model.config.tie_word_embeddings
+
+
+def test_merging_names_the_ties_that_are_lost_and_a_second_merge_is_refused():
+    model = adapted_and_moved()
+    with pytest.warns(UserWarning, match="no longer shared: head with embedding") as record:
+        merge_adapters(model)
+    assert len(record) == 1 and not model.config.tie_word_embeddings
+    assert "save_pretrained" not in vars(model)
+    with pytest.raises(ValueError, match="has no adapters"):
+        merge_adapters(model)
 
 
 def test_names_of_the_saved_weights_are_those_of_the_state(trained, tmp_path):

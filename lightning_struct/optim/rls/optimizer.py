@@ -259,7 +259,9 @@ class RLS(OptimizerWithAuxiliary):
             with torch.enable_grad():
                 result = closure()
         try:
-            with without_autocast(self._weights[0].parameter.device.type):
+            # A state that is made in inference mode could never be changed outside of it.
+            device = self._weights[0].parameter.device.type
+            with torch.inference_mode(False), torch.no_grad(), without_autocast(device):
                 clip = self._step_weights()
         except ValueError:
             self._forget()

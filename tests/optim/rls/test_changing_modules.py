@@ -324,3 +324,17 @@ def test_a_bias_that_is_frozen_later_keeps_its_values_through_decay_and_signs():
     optimizer.step()
     assert not torch.equal(layer.weight, before[0])
     assert torch.equal(layer.bias, before[1])
+
+
+@pytest.mark.parametrize("make", [lambda m: RLS(m, momentum=0.5), lambda m: RLS(m, forgetting=0.9), RLS.exact])
+def test_after_a_step_in_inference_mode_the_optimizer_goes_on(make):
+    module, other = nn.Linear(6, 3).double(), nn.Linear(6, 3).double()
+    other.load_state_dict(module.state_dict())
+    for trained, context in ((module, torch.inference_mode), (other, torch.no_grad)):
+        optimizer = make(trained)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(trained, step).backward()
+            with context():
+                optimizer.step()
+    assert torch.equal(module.weight, other.weight)

@@ -7,6 +7,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -134,7 +135,12 @@ def suggestion(message: str, parser: argparse.ArgumentParser) -> str:
             return f"Options come after the subcommand, --config too, as in: {command} --{name}=..."
         if homes := _homes(name, options, parser):
             return f"Did you mean {homes[0]}?"
-        return did_you_mean(f"--{name}", options) or did_you_mean(f"--{name.partition('.')[0]}", options)
+        part, _, rest = name.partition(".")
+        names = sorted(option.partition(".")[2] for option in options if option.startswith(f"--{part}."))
+        if rest and names:
+            near = get_close_matches(rest, names, n=1)
+            return f"Did you mean --{part}.{near[0]}?" if near else f"--{part} has the options {', '.join(names)}."
+        return did_you_mean(f"--{name}", options) or did_you_mean(f"--{part}", options)
     return ""
 
 

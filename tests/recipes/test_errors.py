@@ -92,6 +92,7 @@ def test_other_errors_keep_their_traceback(error):
         (["fitt"], "Did you mean fit?"),
         (["fit", "--trainer.max_epoch=3"], "Did you mean --trainer.max_epochs?"),
         (["fit", "--data.batchsize=3"], "Did you mean --data.batch_size?"),
+        (["fit", "--data.num_workers=3"], "--data has the options batch_size, "),
         (["fit", "--model.network.layer_size=[784,10]"], "Did you mean --layer_sizes?"),
         (["fit", "--model=RLSClasifier"], "Did you mean RLSClassifier?"),
         (["fit", "--trainer.callbacks=EarlyStoping"], "Did you mean EarlyStopping?"),

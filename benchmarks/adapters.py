@@ -2,15 +2,18 @@
 
     pip install peft
     python benchmarks/adapters.py --data-dir data
+    python benchmarks/adapters.py --data-dir data --networks characters --seeds 0 1
 
 A perceptron (four hidden layers of 256 units) and a small vision transformer (two blocks of width 64) learn MNIST at 16
 x 16 pixels. Then they are frozen, and adapters in the hidden layers or in the four projections of attention learn a
 shift: turned digits, digits on pictures, on noise, inverted ones, and USPS, from 2,000 images, in 200 (or 100) steps of
-Adam with 32 images each.
+Adam with 32 images each. A transformer of characters (two blocks of width 64) learns Shakespeare's plays
+(data/tinyshakespeare.txt), and then, by adapters in its projections, the reference of Python's language that Python
+ships as ``pydoc_data.topics``, in 300 steps of 8 texts of 64 characters.
 
-Each way takes the largest adapter of its kind that has no more parameters than low rank of 1 (or 2). Its learning rate
-is the best for the turned digits, on images that are neither trained nor tested on, for each network and budget; rates
-go from 0.01 up, two to a decade, until the largest is not the best.
+Each way takes the largest adapter of its kind that has no more parameters than low rank of 1, 2 or 8. Its learning rate
+is the best for the turned digits or for the text, on samples that are neither trained nor tested on, for each network
+and budget. Rates are two to a decade; the search goes on from the best one until both of its neighbours are worse.
 
 ``--approximation`` has instead how near each class comes to the update of a full fine-tuning, at equal numbers of
 parameters.
@@ -20,11 +23,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
@@ -62,8 +67,8 @@ from lightning_struct.nn.updates import rudin_shapiro_signs
 Sample = tuple[Tensor, Tensor]
 SIDE = 16
 SHIFTS = ("rotation", "background", "noise", "inverted", "usps")
-RATES = (1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0)
-RANKS = (1, 2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+RANKS = (1, 2, 8)
 BATCH = 32
 TRAINED, CHECKED, TESTED = 2000, 1000, 4000
 
@@ -91,8 +96,9 @@ class Perceptron(nn.Module):
 class Block(nn.Module):
     """Attention of four heads, and a layer of twice the width, each after a layer norm."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, is_causal: bool = False) -> None:
         super().__init__()
+        self.is_causal = is_causal
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -100,7 +106,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         z = self.norm1(x)
         heads = (layer(z).unflatten(-1, (4, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        x = x + self.o(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=self.is_causal)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -124,7 +131,36 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(self.blocks(tokens)).mean(1))
 
 
-NETWORKS: dict[str, type[Perceptron | VisionTransformer]] = {"perceptron": Perceptron, "transformer": VisionTransformer}
+class CharacterModel(nn.Module):
+    """Texts of 64 characters, two blocks of width 64."""
+
+    adapted = VisionTransformer.adapted
+    width = 64
+    steps = 300
+    batch = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(128, self.width)
+        self.places = nn.Parameter(0.02 * torch.randn(64, self.width))
+        self.blocks = nn.Sequential(*(Block(self.width, is_causal=True) for _ in range(2)))
+        self.norm = nn.LayerNorm(self.width)
+        self.head = nn.Linear(self.width, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embedding(x) + self.places))).mT
+
+
+NETWORKS: dict[str, type[Perceptron | VisionTransformer | CharacterModel]] = {
+    "perceptron": Perceptron,
+    "transformer": VisionTransformer,
+    "characters": CharacterModel,
+}
+
+
+def shifts_of(name: str, shifts: Sequence[str]) -> Sequence[str]:
+    """The shifts that a network learns."""
+    return ("text",) if name == "characters" else shifts
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -141,8 +177,20 @@ def digits(directory: str, train: bool) -> Sample:
     return data.data.float() / 255, data.targets
 
 
+def windows(text: str) -> Sample:
+    """Texts (n, 64), and the character after each of theirs, of a long one."""
+    codes = torch.tensor(list(text.encode())).clamp(max=127)
+    texts = codes[: len(codes) // 65 * 65].view(-1, 65)
+    return texts[:, :-1], texts[:, 1:]
+
+
 def shifted(directory: str, shift: str) -> tuple[Sample, Sample, Sample]:
-    """Images (n, 16, 16) and labels to train, to choose a rate, and to test."""
+    """Images (n, 16, 16) and labels to train, to choose a rate, and to test; or texts and their next characters."""
+    if shift == "text":
+        x, y = windows("\n".join(topics.values()))
+        parts = slice(None, -1500), slice(-1500, -1000), slice(-1000, None)
+        train, check, test = ((x[part], y[part]) for part in parts)
+        return train, check, test
     if shift == "usps":
         samples = []
         for train in (True, False):
@@ -192,14 +240,25 @@ def accuracy(network: nn.Module, sample: Sample) -> float:
     return 100 * (network(sample[0]).argmax(1) == sample[1]).float().mean().item()
 
 
-def trained_on_mnist(name: str, directory: str, results: Path) -> nn.Module:
-    """The network after 3,000 steps on MNIST, kept in a file."""
+@torch.no_grad()
+def loss_of(network: nn.Module, sample: Sample) -> float:
+    """The mean cross-entropy."""
+    network.eval()
+    return F.cross_entropy(network(sample[0]), sample[1]).item()
+
+
+def trained_before(name: str, directory: str, results: Path) -> nn.Module:
+    """The network after 3,000 steps on MNIST or on Shakespeare's plays, kept in a file."""
     file = results / f"{name}.pt"
     torch.manual_seed(0)
     network = NETWORKS[name]()
     if not file.exists():
-        images, labels = digits(directory, train=True)
-        fit(network, [{"params": list(network.parameters()), "lr": 2e-3}], (small(images), labels), 3000, 0)
+        groups = [{"params": list(network.parameters()), "lr": 2e-3}]
+        if name == "characters":
+            fit(network, groups, windows((Path(directory) / "tinyshakespeare.txt").read_text()), 3000, 0)
+        else:
+            images, labels = digits(directory, train=True)
+            fit(network, groups, (small(images), labels), 3000, 0)
         torch.save(network.state_dict(), file)
     network.load_state_dict(torch.load(file))
     return network
@@ -211,11 +270,11 @@ def trained_on_mnist(name: str, directory: str, results: Path) -> nn.Module:
 def of_ours(
     factory: Callable[[int], Callable[..., nn.Module]], diagonals: Sequence[str] = ("none", "none")
 ) -> Callable:
-    """The model with our adapters, and its parameter groups; ``diagonals`` says for each rank which are learned."""
+    """The model with our adapters, and its parameter groups; ``diagonals`` says for each budget which are learned."""
 
     def make(network: nn.Module, rank: int, rate: float) -> tuple[nn.Module, list[dict]]:
         layers = list(network.adapted)  # type: ignore[arg-type]
-        learned = diagonals[rank - 1]
+        learned = diagonals[min(rank, 2) - 1]
         add_adapters(network, factory(rank), include=layers, learned_diagonals=learned)  # type: ignore[arg-type]
         return network, adapter_parameter_groups(network, rate)
 
@@ -254,14 +313,24 @@ WAYS: dict[str, Callable] = {
         lambda rank: partial(RandomizedHadamard, terms=2 * rank - 1), diagonals=("outputs", "outputs")
     ),
     "LoRA": of_peft("LoraConfig", lambda width, rank: {"r": rank, "lora_alpha": 2 * rank}),
+    "rsLoRA": of_peft("LoraConfig", lambda width, rank: {"r": rank, "lora_alpha": 2 * rank, "use_rslora": True}),
     "C3A": of_peft("C3AConfig", lambda width, rank: {"block_size": width // (2 * rank)}),
+    "C3A from zero": of_peft(
+        "C3AConfig", lambda width, rank: {"block_size": width // (2 * rank), "init_weights": True}
+    ),
+    "C3A, half of the parameters": of_peft("C3AConfig", lambda width, rank: {"block_size": width // rank}),
     "OFT": of_peft("OFTConfig", lambda width, rank: {"r": 0, "oft_block_size": 4 * rank}),
     "VeRA": of_peft("VeraConfig", lambda width, rank: {"r": (2 * rank - 1) * width}),
+    "VeRA, an eighth of the parameters": of_peft("VeraConfig", lambda width, rank: {"r": width}),
     "LoKr": of_peft("LoKrConfig", kronecker),
 }
 
 
-LEFT_OUT = (("LDR-SD", 1), ("LDR-SD by diagonals", 1))
+# Learned operators double the parameters: in all layers they need the budget of rank 2.
+LEFT_OUT = (("LDR-SD", 1), ("LDR-SD by diagonals", 1), ("rsLoRA", 1))
+# The proportions of peft's own table: C3A has 60 % of LoRA's parameters there, VeRA 1 %.
+OF_PROPORTIONS = ("LoRA", "C3A, half of the parameters", "VeRA, an eighth of the parameters")
+FIRST_RATE = {"C3A": 3.0, "C3A from zero": 3.0, "C3A, half of the parameters": 3.0, "LoRA": 1e-2, "rsLoRA": 1e-2}
 
 
 def run_way(way: str, network: nn.Module, rank: int, rate: float, sample: Sample, tested: Sample, seed: int) -> Run:
@@ -270,28 +339,33 @@ def run_way(way: str, network: nn.Module, rank: int, rate: float, sample: Sample
     adapted, groups = WAYS[way](copy.deepcopy(network), rank, rate)
     parameters = sum(parameter.numel() for group in groups for parameter in group["params"])
     start = time.process_time()
-    fit(adapted, groups, sample, network.steps, seed)  # type: ignore[arg-type]
+    fit(adapted, groups, sample, network.steps, seed, getattr(network, "batch", BATCH))  # type: ignore[arg-type]
     seconds = time.process_time() - start
-    return {"accuracy": accuracy(adapted, tested), "parameters": parameters, "seconds": seconds}
+    found = {"accuracy": accuracy(adapted, tested), "loss": loss_of(adapted, tested)}
+    return found | {"parameters": parameters, "seconds": seconds}
 
 
 def measure(arguments: argparse.Namespace, results: Path) -> None:
     """All missing runs: rates first, then each shift with each seed."""
-    data = {shift: shifted(arguments.data_dir, shift) for shift in SHIFTS}
-    networks = {name: trained_on_mnist(name, arguments.data_dir, results) for name in arguments.networks}
+    shifts = dict.fromkeys(s for name in arguments.networks for s in ("rotation", *shifts_of(name, arguments.shifts)))
+    data = {shift: shifted(arguments.data_dir, shift) for shift in shifts}
+    networks = {name: trained_before(name, arguments.data_dir, results) for name in arguments.networks}
     cells = [(name, way, rank) for name in arguments.networks for rank in arguments.ranks for way in arguments.ways]
-    # Learned operators double the parameters: in all layers they need the budget of rank 2.
     cells = [cell for cell in cells if cell[1:] not in LEFT_OUT]
+    cells = [cell for cell in cells if (cell[1] in OF_PROPORTIONS if cell[2] > 2 else "parameters" not in cell[1])]
     for name, way, rank in progress(cells, len(cells), "rates"):
-        train, check, _ = data["rotation"]
-        for tried, rate in enumerate(RATES):
-            if tried >= 3 and best_rates(load_runs(results))[name, way, rank] != RATES[tried - 1]:
-                break  # larger ones are tried while the largest so far is the best
-            key = {"kind": "rate", "network": name, "way": way, "rank": rank, "rate": rate}
-            run = partial(run_way, way, networks[name], rank, rate, train, check, 100)
-            run_once(results, run_name(*key.values()), lambda key=key, run=run: key | run())
+        train, check, _ = data["text" if name == "characters" else "rotation"]
+        around = [RATES.index(FIRST_RATE.get(way, 3e-2))]
+        while around:  # the best one and its neighbours
+            for rate in (RATES[index] for index in around):
+                key = {"kind": "rate", "network": name, "way": way, "rank": rank, "rate": rate}
+                run = partial(run_way, way, networks[name], rank, rate, train, check, 100)
+                run_once(results, run_name(*key.values()), lambda key=key, run=run: key | run())
+            tried = {r["rate"] for r in load_runs(results) if r["kind"] == "rate" and cell_of(r) == (name, way, rank)}
+            best_one = RATES.index(best_rates(load_runs(results))[name, way, rank])
+            around = [i for i in (best_one - 1, best_one + 1) if 0 <= i < len(RATES) and RATES[i] not in tried]
     best = best_rates(load_runs(results))
-    jobs = [(*cell, shift, seed) for seed in arguments.seeds for shift in arguments.shifts for cell in cells]
+    jobs = [(*c, shift, seed) for seed in arguments.seeds for c in cells for shift in shifts_of(c[0], arguments.shifts)]
     for name, way, rank, shift, seed in progress(jobs, len(jobs), "shifts"):
         train, _, test = data[shift]
         key = {"kind": "shift", "network": name, "way": way, "rank": rank, "shift": shift, "seed": seed}
@@ -302,33 +376,46 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
         run = partial(run_way, way, networks[name], rank, rate, train, test, seed)
         run_once(results, run_name(*key.values()), lambda key=key, run=run, rate=rate: key | {"rate": rate} | run())
     for name, network in networks.items():
-        for shift in arguments.shifts:
+        for shift in shifts_of(name, arguments.shifts):
             key = {"kind": "before", "network": name, "shift": shift}
             test = data[shift][2]
             run_once(
                 results,
                 run_name(*key.values()),
-                lambda key=key, n=network, test=test: key | {"accuracy": accuracy(n, test)},
+                lambda key=key, n=network, test=test: key | {"accuracy": accuracy(n, test), "loss": loss_of(n, test)},
             )
 
 
+def cell_of(run: Run) -> tuple[str, str, int]:
+    """Network, way and budget of a run."""
+    return run["network"], run.get("way", ""), run.get("rank", 0)
+
+
+def quality(run: Run) -> float:
+    """What a rate is chosen by: the accuracy, and of texts the loss."""
+    value = -run["loss"] if run["network"] == "characters" else run["accuracy"]
+    return value if math.isfinite(value) else -math.inf
+
+
 def best_rates(runs: Sequence[Run]) -> dict[tuple[str, str, int], float]:
-    """The rate with the highest accuracy for each network, way and budget."""
+    """The best rate for each network, way and budget."""
     best: dict[tuple[str, str, int], Run] = {}
     for run in runs:
-        cell = (run["network"], run.get("way", ""), run.get("rank", 0))
-        if run["kind"] == "rate" and (cell not in best or run["accuracy"] > best[cell]["accuracy"]):
-            best[cell] = run
+        if run["kind"] == "rate" and (cell_of(run) not in best or quality(run) > quality(best[cell_of(run)])):
+            best[cell_of(run)] = run
     return {cell: run["rate"] for cell, run in best.items()}
 
 
 def report(runs: Sequence[Run], networks: Sequence[str], shifts: Sequence[str], kind: str) -> None:
     """A table for each network and budget: the median of the seeds for each shift, and the mean over shifts.
 
-    The mean is that of the seeds that have all shifts.
+    The mean is that of the seeds that have all shifts. Of texts the table has the loss.
     """
+    given = shifts
     for name in networks:
-        before = {run["shift"]: run["accuracy"] for run in runs if run["kind"] == "before" and run["network"] == name}
+        shifts = shifts_of(name, given)
+        of_network = [run for run in runs if run["kind"] == "before" and run["network"] == name]
+        before = {run["shift"]: abs(quality(run)) for run in of_network}
         for rank in RANKS:
             chosen = [r for r in runs if r["kind"] == kind and r["network"] == name and r["rank"] == rank]
             chosen = [r for r in chosen if r["shift"] in shifts]
@@ -337,7 +424,7 @@ def report(runs: Sequence[Run], networks: Sequence[str], shifts: Sequence[str], 
             print(f"\n{name}, budget of low rank {rank}")
             print_header("way", "parameters", "rate", *shifts, "mean", "seconds")
             if before:
-                print_row("before", 0, "", *(f"{before[s]:.1f}" if s in before else "" for s in shifts), "", "")
+                print_row("before", 0, "", *(f"{before[s]:.4g}" if s in before else "" for s in shifts), "", "")
             for way in WAYS:
                 of_way = [run for run in chosen if run["way"] == way]
                 if of_way:
@@ -348,13 +435,14 @@ def report(runs: Sequence[Run], networks: Sequence[str], shifts: Sequence[str], 
 
 def summary(way: str, runs: Sequence[Run], shifts: Sequence[str]) -> list[str]:
     """A row of a table."""
-    of_shift = {s: {r["seed"]: r["accuracy"] for r in runs if r["shift"] == s} for s in shifts}
-    cells = [spread(list(found.values()), "{:.1f}") if found else "" for found in of_shift.values()]
+    layout = "{:.3f}" if "text" in shifts else "{:.1f}"
+    of_shift = {s: {r["seed"]: abs(quality(r)) for r in runs if r["shift"] == s} for s in shifts}
+    cells = [spread(list(found.values()), layout) if found else "" for found in of_shift.values()]
     complete = set.intersection(*(set(found) for found in of_shift.values()))
     means = [statistics.mean(found[seed] for found in of_shift.values()) for seed in sorted(complete)]
     seconds = statistics.median(run["seconds"] for run in runs)
     first = runs[0]
-    mean = spread(means, "{:.1f}") if means else ""
+    mean = spread(means, layout) if means else ""
     return [way, f"{first['parameters']:,}", f"{first['rate']:g}", *cells, mean, f"{seconds:.1f}"]
 
 
@@ -363,7 +451,7 @@ def summary(way: str, runs: Sequence[Run], shifts: Sequence[str]) -> list[str]:
 
 def approximate(arguments: argparse.Namespace, results: Path) -> None:
     """Print the relative errors of the nearest members of each class to the updates of a full fine-tuning."""
-    network = trained_on_mnist("perceptron", arguments.data_dir, results)
+    network = trained_before("perceptron", arguments.data_dir, results)
     assert isinstance(network, Perceptron)
     print_header("class", "parameters of a layer", *arguments.shifts)
     updates: dict[str, list[Tensor]] = {}
@@ -417,9 +505,9 @@ def kronecker_error(update: Tensor, size: int) -> float:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--data-dir", default="data", help="where the files of MNIST and USPS are")
-    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
+    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=["perceptron", "transformer"])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, default=list(RANKS), help="budgets, of low rank")
+    parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, default=[1, 2], help="budgets, of low rank")
     parser.add_argument("--lower-rates", action="store_true", help="all by the rate below the best one")
     parser.add_argument("--shifts", nargs="+", choices=SHIFTS, default=list(SHIFTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_struct.callbacks.compression import Compression
 from lightning_struct.callbacks.validation_merit import BEST_WEIGHTS
 from lightning_struct.functional.layers.registry import plain_name
-from lightning_struct.nn.adapter_files import IN_CHECKPOINTS, check_base, description_of, norms_of
+from lightning_struct.nn.adapter_files import IN_CHECKPOINTS, check_base, description_of, names_in_folder, norms_of
 from lightning_struct.nn.adapters import frozen_parameter_names, has_adapters
 from lightning_struct.nn.attention import StructuredAttention
 from lightning_struct.nn.structured import StructuredLinear
@@ -118,7 +118,8 @@ def _leave_out_base(pl_module: Any, checkpoint: dict[str, Any], is_compressed: b
         best, now = state[BEST_WEIGHTS], checkpoint.get("state_dict", {})
         same = {n for n in best.keys() & now.keys() if plain_name(n) in frozen and torch.equal(best[n], now[n].cpu())}
         state[BEST_WEIGHTS] = {name: value for name, value in best.items() if name not in same}
-    described = checkpoint.setdefault(IN_CHECKPOINTS, description_of(pl_module) | {"base_norms": {}})
+    of_files = description_of(pl_module) | {"base_norms": {}, "names": names_in_folder(pl_module)}
+    described = checkpoint.setdefault(IN_CHECKPOINTS, of_files)
     for key in _WEIGHTS & checkpoint.keys():  # in a second call nothing is left to be taken out
         weights = checkpoint[key]
         left_out = {plain_name(name): value for name, value in weights.items() if plain_name(name) in frozen}

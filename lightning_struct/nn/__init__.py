@@ -9,6 +9,7 @@ from lightning_struct.nn.adapters import (
     load_adapter_state_dict,
     merge_adapters,
     merged_adapters,
+    set_adapter,
 )
 from lightning_struct.nn.attention import StructuredAttention
 from lightning_struct.nn.baselines import Circulant, PrunedLinear, reduced_hidden_units, sparse_normal_
@@ -35,7 +36,8 @@ __all__ = [
     "StructuredLinear", "ToeplitzLike", "VandermondeLike", "adapter_parameter_groups", "adapter_state_dict",
     "add_adapters", "apply_structure", "compress", "disable_adapters", "freeze", "jacobian_norms",
     "layer_structure", "load_adapter_state_dict", "load_adapters", "merge_adapters", "merged_adapters",
-    "reduced_hidden_units", "replace_conv", "replace_linear", "replacement_report", "save_adapters", "sparse_normal_",
+    "reduced_hidden_units", "replace_conv", "replace_linear", "replacement_report", "save_adapters", "set_adapter",
+    "sparse_normal_",
 ]  # fmt: skip
 
 STRUCTURED_CLASSES: dict[str, type[StructuredLinear]] = {

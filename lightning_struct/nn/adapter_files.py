@@ -37,7 +37,7 @@ _DESCRIPTION, _SAFE, _PICKLED = "adapters.json", "adapters.safetensors", "adapte
 
 
 def save_adapters(model: nn.Module, folder: str | Path) -> None:
-    """Save the adapters of a model to a folder, with all that :func:`load_adapters` needs but the base.
+    """Save the active adapter of a model to a folder, with all that :func:`load_adapters` needs but the base.
 
     Args:
         model: after :func:`~lightning_struct.nn.add_adapters`.
@@ -62,7 +62,14 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
     described["base_norms"] = norms_of({plain_name(name): p for name, p in named if plain_name(name) in frozen})
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.detach().cpu().contiguous() for name, value in adapter_state_dict(model).items()}
+    of_folder = names_in_folder(model)
+    if not described["layers"]:
+        raise ValueError(f"no adapter of {type(model).__name__} is active: save it outside of disable_adapters")
+    weights = {
+        of_folder[name]: value.detach().cpu().contiguous()
+        for name, value in adapter_state_dict(model).items()
+        if name in of_folder
+    }
     for file in (_SAFE, _PICKLED):  # of an earlier call, perhaps in the other format
         (folder / file).unlink(missing_ok=True)
     if find_spec("safetensors"):
@@ -75,18 +82,24 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
 
 
 def description_of(model: nn.Module) -> dict[str, Any]:
-    """The class, arguments, scale and sizes of each adapter, and the names of other trained weights, as plain data.
+    """Class, arguments, scale and sizes of each active update, and the names of other trained weights, as plain data.
 
     Raises:
         ValueError, TypeError: as :func:`save_adapters`.
     """
     require_adapters(model)
     layers = {}
-    for name, update, dropout in _named_updates(model):
-        options = {"scale": update.given_scale, "dropout": dropout, "learned_diagonals": update.learned_diagonals}
+    for name, update in _named_updates(model):
+        if not update.is_enabled:
+            continue
+        options = {
+            "scale": update.given_scale,
+            "dropout": update.dropout,
+            "learned_diagonals": update.learned_diagonals,
+        }
         size = [update.adapter.out_features, update.adapter.in_features]
         layers[name] = {**(structure_entry(update.adapter) or {}), "options": options, "size": size}
-    of_adapters = {parameter for _, update, _ in _named_updates(model) for parameter in update.parameters()}
+    of_adapters = {parameter for _, update in _named_updates(model) for parameter in update.parameters()}
     trained = [plain_name(n) for n, p in model.named_parameters() if p.requires_grad and p not in of_adapters]
     return {"format": _FORMAT, "layers": layers, "trained": trained}
 
@@ -113,21 +126,24 @@ def check_base(weights: Mapping[str, Tensor], norms: Mapping[str, float]) -> Non
             )
 
 
-def load_adapters(model: Model, folder: str | Path) -> Model:
-    """Add the adapters of a folder to a model, with their weights.
+def load_adapters(model: Model, folder: str | Path, name: str = "default") -> Model:
+    """Add the adapter of a folder to a model, with its weights.
 
     Args:
-        model: the base, as it was when :func:`~lightning_struct.nn.add_adapters` was called. It is changed in place.
+        model: the base, as it was when :func:`~lightning_struct.nn.add_adapters` was called; it may have adapters of
+            other names. It is changed in place.
         folder: written by :func:`save_adapters`; or a checkpoint of :class:`~lightning_struct.AdapterCheckpoint`. The
             model may be a part of the one that was saved, such as the network of a LightningModule.
+        name: of the adapter in the model, see :func:`~lightning_struct.nn.set_adapter`.
 
     Returns:
         ``model``; the new layer if it is a linear layer itself.
 
     Raises:
         FileNotFoundError: the folder has no adapters.
-        ValueError: the model has adapters already, other weights, or not the layers that the files are for; the files
-            hold NaN, or are of another version. The model then stays as it was.
+        ValueError: the model has an adapter of that name, other weights, or not the layers that the files are for; the
+            files hold NaN, are of another version, or have trained weights or buffers beside the adapter, for a model
+            whose other adapters were trained beside others. The model then stays as it was.
 
     Example:
         >>> import tempfile
@@ -140,8 +156,9 @@ def load_adapters(model: Model, folder: str | Path) -> Model:
         >>> torch.equal(other[0].update.adapter.H, trained[0].update.adapter.H)
         True
     """
-    if has_adapters(model):
-        raise ValueError(f"{type(model).__name__} has adapters already: merge_adapters first, or load into the base")
+    before = adapter_state_dict(model) if has_adapters(model) else {}
+    if any(update.name == name for _, update in _named_updates(model)):
+        raise ValueError(f"{type(model).__name__} has an adapter {name!r} already: give another name, or the base")
     folder = Path(folder)
     described, weights = _below(model, *_read(folder), folder)
     if wrong := [name for name, value in weights.items() if not value.isfinite().all()]:
@@ -149,18 +166,25 @@ def load_adapters(model: Model, folder: str | Path) -> Model:
     memo: dict[int, Any] = {id(t): t.detach() for t in model.buffers()}  # a copy that shares the memory
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
-    trial = _with_adapters(copy.deepcopy(model, memo), described, folder)
-    for name, update, _ in _named_updates(trial):
-        size, given = [update.adapter.out_features, update.adapter.in_features], described["layers"][name]["size"]
+    trial = _with_adapters(copy.deepcopy(model, memo), described, folder, name)
+    for layer, update in [(layer, update) for layer, update in _named_updates(trial) if update.is_enabled]:
+        size, given = [update.adapter.out_features, update.adapter.in_features], described["layers"][layer]["size"]
         if size != given:
-            raise ValueError(f"the adapter of {name} in {folder} is for a weight {given}, this model has {size}")
-    expected = adapter_state_dict(trial)
-    for name in sorted(expected.keys() | weights.keys()):
-        there, given = ([*state[name].shape] if name in state else None for state in (expected, weights))
+            raise ValueError(f"the adapter of {layer} in {folder} is for a weight {given}, this model has {size}")
+    shared = {plain_name(n): value for n, value in model.state_dict().items()} if before else {}  # with other adapters
+    names, state = {of_folder: own for own, of_folder in names_in_folder(trial).items()}, adapter_state_dict(trial)
+    for of_folder in sorted(names.keys() | weights.keys()):
+        value = state.get(names.get(of_folder, ""))
+        there, given = (None if v is None else [*v.shape] for v in (value, weights.get(of_folder)))
         if there != given:
-            raise ValueError(f"{name} of the adapters in {folder} has the shape {given}, for this model it is {there}")
+            shapes = f"has the shape {given}, for this model it is {there}"
+            raise ValueError(f"{of_folder} of the adapters in {folder} {shapes}")
+        now = shared.get(names[of_folder])
+        if now is not None and not torch.equal(weights[of_folder].to(now), now):
+            raise ValueError(f"{of_folder} in {folder} is not that of the model, which its other adapters need")
     check_base({plain_name(name): p for name, p in trial.named_parameters()}, described.get("base_norms", {}))
-    return load_adapter_state_dict(_with_adapters(model, described, folder), weights)
+    loaded = {names[of_folder]: value for of_folder, value in weights.items()}
+    return load_adapter_state_dict(_with_adapters(model, described, folder, name), {**before, **loaded})
 
 
 def _read(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -171,7 +195,9 @@ def _read(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if not isinstance(checkpoint, Mapping) or IN_CHECKPOINTS not in checkpoint:
             raise ValueError(f"{source} has no adapters: give a folder of save_adapters or a file of AdapterCheckpoint")
         described = checkpoint[IN_CHECKPOINTS]
+        names = described["names"]
         weights = {plain_name(name): value for name, value in checkpoint["state_dict"].items()}
+        weights = {names[name]: value for name, value in weights.items() if name in names}
     elif not file.is_file():
         raise FileNotFoundError(f"{source} has no {_DESCRIPTION}: give the folder that save_adapters has written")
     else:
@@ -219,12 +245,13 @@ def _below(
     return {**described, **parts, "trained": trained}, ours(weights)
 
 
-def _with_adapters(model: Model, described: Mapping[str, Any], folder: Path) -> Model:
+def _with_adapters(model: Model, described: Mapping[str, Any], folder: Path, adapter: str) -> Model:
     result: Any = model
     for name, entry in described["layers"].items():
         arguments = {key: value for key, value in entry.items() if key not in ("options", "size")}
         try:
-            result = add_adapters(result, layer_factory(arguments), include=name or None, **entry["options"])
+            options = {**entry["options"], "name": adapter}
+            result = add_adapters(result, layer_factory(arguments), include=name or None, **options)
         except ValueError as error:
             raise ValueError(f"the adapters in {folder} do not fit {type(model).__name__}: {error}") from error
     named = {plain_name(name): parameter for name, parameter in result.named_parameters(remove_duplicate=False)}
@@ -235,14 +262,30 @@ def _with_adapters(model: Model, described: Mapping[str, Any], folder: Path) -> 
     return result
 
 
-def _named_updates(model: nn.Module) -> list[tuple[str, StructuredUpdate, float]]:
-    """The name by which add_adapters selects each layer, its update, and its dropout."""
+def _named_updates(model: nn.Module) -> list[tuple[str, StructuredUpdate]]:
+    """The name by which add_adapters selects each layer, with its updates."""
     found = []
     for name, module in model.named_modules():
         name = plain_name(name)
         if isinstance(module, AdaptedLinear):
-            found.append((name, module.update, module.dropout))
+            found += [(name, update) for update in module.updates]
         elif isinstance(module, nn.MultiheadAttention):
-            parts = updated_projections(module).items()
-            found += [(f"{name}.{part}" if name else part, update, 0.0) for part, update in parts]
+            found += [(f"{name}.{part}" if name else part, update) for part, update in updated_projections(module)]
     return found
+
+
+def names_in_folder(model: nn.Module) -> dict[str, str]:
+    """The names that a folder has for the state of the active adapter, and of what is trained beside it.
+
+    They are those of a model that has no other adapter.
+    """
+    names = {name: name for name in adapter_state_dict(model)}
+    for path, update in model.named_modules():
+        if isinstance(update, StructuredUpdate):
+            path = f"{plain_name(path)}."
+            alone = f"{path[:-1].removesuffix(f'_{update.name}')}."
+            for name in [name for name in names if name.startswith(path)]:
+                del names[name]
+                if update.is_enabled:
+                    names[name] = alone + name.removeprefix(path)
+    return names

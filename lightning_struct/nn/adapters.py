@@ -40,6 +40,7 @@ def add_adapters(
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
     train: Trained | Iterable[Trained] = (),
+    name: str = "default",
     scale: float | None = None,
     dropout: float = 0.0,
     learned_diagonals: Sides = "none",
@@ -61,7 +62,8 @@ def add_adapters(
     and its parameters; only attention stays, with parametrized weights. A layer that is used in several places gets one
     adapter.
 
-    Further calls add adapters to other layers and projections, and leave parameters that require gradients alone. Batch
+    Further calls add adapters to other layers and projections, and leave parameters that require gradients alone. With
+    another ``name`` they add another adapter, also to layers that have one: see :func:`set_adapter`. Batch
     norms still update their statistics in training, frozen or not: :func:`adapter_state_dict` includes these buffers.
     On the meta device the adapters have no values either; after ``to_empty``, call ``reset_parameters`` of their
     modules. Load the weights of the base before: afterwards they have other names, such as ``0.base.weight``.
@@ -75,6 +77,7 @@ def add_adapters(
         exclude: layers that get no adapter, given likewise.
         train: further weights to train: names or patterns of modules ("head") and of parameters ("*.bias"), modules,
             and classes of modules.
+        name: of the adapter, an identifier. A layer has one update for each name; the new one is active.
         scale, dropout, learned_diagonals: as for :class:`AdaptedLinear`. Updates of attention weights have no dropout.
 
     Returns:
@@ -97,9 +100,11 @@ def add_adapters(
     if is_from_linear(factory):
         raise ValueError("an adapter starts at zero, near to no weight: give the class instead of its from_linear")
     check_options(scale, learned_diagonals, dropout)
+    if not name.isidentifier():
+        raise ValueError(f"the name of an adapter must be an identifier, such as 'french', but is {name!r}")
     selection = Selection(model, include, exclude)
     trained = _parameters_named(model, train)
-    places, reasons = _places(model, selection)
+    places, reasons = _places(model, selection, name)
     if not places:
         raise ValueError(
             "add_adapters adds nothing: no nn.Linear, 1 x 1 convolution or nn.MultiheadAttention that is included, not "
@@ -107,23 +112,27 @@ def add_adapters(
             f"declares layers of other types to be linear{reasons_as_text(reasons)}"
         )
     adapted: dict[nn.Module, AdaptedLinear | dict[str, UpdatedWeight]] = {}
-    for name, layer, parts in places:
+    for place, layer, parts in places:
         if layer in adapted:
             continue
         try:
-            adapted[layer] = _adapted(layer, factory, parts, dropout, scale=scale, learned_diagonals=learned_diagonals)
+            new = _adapted(layer, factory, name, parts, dropout, scale=scale, learned_diagonals=learned_diagonals)
         except (TypeError, ValueError) as error:
-            way_out = f". exclude={name!r} leaves it as it is" if name else ""
-            raise type(error)(f"no adapter for {name or 'the model'}: {error}{way_out}") from error
-        _log.info("%s gets %s", name or "the model", adapted[layer])
+            way_out = f". exclude={place!r} leaves it as it is" if place else ""
+            raise type(error)(f"no adapter for {place or 'the model'}: {error}{way_out}") from error
+        adapted[layer] = new
+        _log.info("%s gets %s", place or "the model", new)
 
     if not has_adapters(model):  # only now: an error leaves the model as it was
         model.requires_grad_(False)
     for parameter in trained:
         parameter.requires_grad_()
     for layer, new in adapted.items():
-        for name, added in {} if isinstance(new, AdaptedLinear) else new.items():
-            module, attribute, present = _weight_of(layer, name)
+        if isinstance(layer, AdaptedLinear):
+            assert isinstance(new, AdaptedLinear)
+            setattr(layer, f"update_{name}", new.update)
+        for weight, added in {} if isinstance(new, AdaptedLinear) else new.items():
+            module, attribute, present = _weight_of(layer, weight)
             if present is None:
                 add_parametrization(module, attribute, added)
             else:
@@ -131,13 +140,48 @@ def add_adapters(
     for module in model.modules():
         if callable(getattr(type(module), "save_pretrained", None)):
             vars(module)["save_pretrained"] = partial(_save_base, module)
-    new_layers = [(name, adapted[layer]) for name, layer, _ in places]
-    return set_modules(model, [(name, new) for name, new in new_layers if isinstance(new, AdaptedLinear)])
+    new_layers = [(place, adapted[layer]) for place, layer, _ in places if not isinstance(layer, AdaptedLinear)]
+    model = set_modules(model, [(place, new) for place, new in new_layers if isinstance(new, AdaptedLinear)])
+    if any(update.name != name for update in _updates(model)):
+        set_adapter(model, name)
+    return model
+
+
+@checked
+def set_adapter(model: nn.Module, name: str) -> None:
+    """Make one of several adapters the active one: it alone is added, trained, merged and saved.
+
+    A layer that this adapter was not added to computes as its base. Weights that ``train=`` of :func:`add_adapters`
+    named are the same for all adapters, and stay trained.
+
+    Args:
+        model: after :func:`add_adapters`.
+        name: of an adapter; the first one is "default" unless it was named.
+
+    Raises:
+        ValueError: the model has no adapter of that name.
+
+    Example:
+        >>> from lightning_struct.nn import Circulant, LowRank
+        >>> model = add_adapters(nn.Sequential(nn.Linear(8, 8)), LowRank)
+        >>> model = add_adapters(model, Circulant, name="other")
+        >>> set_adapter(model, "default")
+        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        ['0.update.adapter.G', '0.update.adapter.H']
+    """
+    require_adapters(model)
+    updates = _updates(model)
+    names = dict.fromkeys(update.name for update in updates)
+    if name not in names:
+        raise ValueError(f"{type(model).__name__} has no adapter {name!r}: it has {', '.join(map(repr, names))}")
+    for update in updates:
+        update.is_enabled = update.name == name
+        update.requires_grad_(update.is_enabled)
 
 
 @checked
 def merge_adapters(model: Model) -> Model:
-    """Add the updates of the adapters to the weights, and remove the adapters, in place.
+    """Add the updates of the active adapter to the weights, and remove all adapters, in place.
 
     The model computes the same as before, to rounding, and has the modules and names from before :func:`add_adapters`.
     Frozen parameters stay frozen. The merged weights are new parameters: another module that shared a weight with a
@@ -183,7 +227,7 @@ def merge_adapters(model: Model) -> Model:
 
 @contextmanager
 def merged_adapters(model: Model) -> Iterator[Model]:
-    """Run a model with the updates of its adapters added to its weights, within a ``with`` statement.
+    """Run a model with the updates of its active adapter in its weights, within a ``with`` statement.
 
     The model is as fast as its base there. Afterwards it has its weights and adapters again, bit for bit.
 
@@ -229,7 +273,7 @@ def _with_merged_weights(model: Model) -> Model:
     named = list(model.named_modules(remove_duplicate=False))
     linear = [(name, layer) for name, layer in named if isinstance(layer, AdaptedLinear)]
     for name, layer in linear:
-        if layer.update.is_enabled:
+        if layer.active is not None:
             _check_can_merge(name, layer)
     for name, update in named:
         if not isinstance(update, StructuredUpdate) or not update.is_enabled:
@@ -239,7 +283,7 @@ def _with_merged_weights(model: Model) -> Model:
                 f"the adapter {name} holds NaN or infinity in {', '.join(wrong)}, and is not added to the weights: "
                 "load an earlier state by load_adapter_state_dict"
             )
-    for layer in dict.fromkeys(layer for _, layer in linear if layer.update.is_enabled):
+    for layer in dict.fromkeys(layer for _, layer in linear if layer.active is not None):
         _merge(layer)
     model = set_modules(model, [(name, layer.base) for name, layer in linear])
     for _, module in named:
@@ -258,7 +302,7 @@ def _weights_to_untie(model: nn.Module) -> list[str]:
     for layer, name in layers.items():
         shared = holders.get(layer.base._parameters.get("weight"), [])  # type: ignore[arg-type]
         others = [other for other in shared if model.get_submodule(other) is not layer.base]
-        if layer.update.is_enabled and others:
+        if layer.active is not None and others:
             untied.append(f"{name} with {', '.join(others)}")
     return untied
 
@@ -409,14 +453,10 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
             update.is_enabled = was_enabled
 
 
-def updated_projections(attention: nn.MultiheadAttention) -> dict[str, StructuredUpdate]:
-    """The updates of the weights of attention, by the names of its projections."""
-    found = {}
-    for part, (name, row) in _blocks_of(attention).items():
-        present = _weight_of(attention, name)[2]
-        if present is not None and str(row) in present.updates:
-            found[part] = present.updates[str(row)]
-    return found  # type: ignore[return-value]
+def updated_projections(attention: nn.MultiheadAttention) -> list[tuple[str, StructuredUpdate]]:
+    """The updates of the weights of attention, with the names of its projections."""
+    blocks = [(part, _weight_of(attention, name)[2], row) for part, (name, row) in _blocks_of(attention).items()]
+    return [(part, update) for part, present, row in blocks if present for update in present.of_row(row)]
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -473,8 +513,10 @@ def _parameters_named(model: nn.Module, selectors: Trained | Iterable[Trained]) 
     return selected
 
 
-def _places(model: nn.Module, selection: Selection) -> tuple[list[tuple[str, nn.Module, list[str]]], dict[str, str]]:
-    """Places of selected layers without an adapter, and the reasons why other layers with matrices get none.
+def _places(
+    model: nn.Module, selection: Selection, adapter: str
+) -> tuple[list[tuple[str, nn.Module, list[str]]], dict[str, str]]:
+    """Places of selected layers without an adapter of a name, and the reasons why other layers with matrices get none.
 
     Returns:
         Name, layer, and projections of attention, of each place, where a layer may stand at several; and the reasons by
@@ -491,10 +533,11 @@ def _places(model: nn.Module, selection: Selection) -> tuple[list[tuple[str, nn.
         parts: list[str] = []
         reason = None  # also for a layer without a matrix
         if isinstance(layer, AdaptedLinear):
-            reason = "it has an adapter"
+            has_one = any(update.name == adapter for update in layer.updates)
+            reason = "it has an adapter" if has_one else selection.why_not(name, layer.base, layer)
+            parts = [name] if reason is None else []
         elif isinstance(layer, nn.MultiheadAttention):
-            blocks = {part: (_weight_of(layer, weight)[2], row) for part, (weight, row) in _blocks_of(layer).items()}
-            adapted = {part for part, (present, row) in blocks.items() if present and str(row) in present.updates}
+            adapted = {part for part, update in updated_projections(layer) if update.name == adapter}
             for part, size in zip(PROJECTIONS, (layer.embed_dim, layer.kdim, layer.vdim, layer.embed_dim), strict=True):
                 linear = nn.Linear(size, layer.embed_dim, device="meta")
                 if part not in adapted and selection.has(f"{name}.{part}" if name else part, linear, layer):
@@ -519,9 +562,9 @@ def _places(model: nn.Module, selection: Selection) -> tuple[list[tuple[str, nn.
 
 
 def _adapted(
-    layer: nn.Module, factory: LayerFactory, parts: list[str], dropout: float, **options: Any
+    layer: nn.Module, factory: LayerFactory, adapter_name: str, parts: list[str], dropout: float, **options: Any
 ) -> AdaptedLinear | dict[str, UpdatedWeight]:
-    """The layer that takes the place of ``layer``, or the parametrizations of an attention's weights."""
+    """The layer that takes the place of ``layer`` or of its base, or parametrizations of an attention's weights."""
 
     def adapter(weight: Tensor, in_features: int, out_features: int) -> StructuredLinear:
         made = factory(in_features, out_features, bias=False)
@@ -530,23 +573,28 @@ def _adapted(
         return made.to(weight.device, dtype).train(layer.training)  # type: ignore[return-value]
 
     if not isinstance(layer, nn.MultiheadAttention):
-        linear = linear_of(layer)
+        base = layer.base if isinstance(layer, AdaptedLinear) else layer
+        linear = linear_of(base)
         check_has_shape(linear.weight)
         made = adapter(linear.weight, linear.in_features, linear.out_features)
-        return AdaptedLinear(layer, made, dropout=dropout, **options).train(layer.training)
+        new = AdaptedLinear(base, made, dropout=dropout, **options).train(layer.training)
+        new.update.name = adapter_name
+        return new
     if kind_of(layer) is None:
         raise ValueError(f"the forward of {type(layer).__name__} is its own")
-    updates: dict[str, dict[int, StructuredUpdate]] = {}
+    updates: dict[str, dict[str, StructuredUpdate]] = {}
     for part, (name, row) in _blocks_of(layer).items():
         if part not in parts:
             continue
-        module, attribute, _ = _weight_of(layer, name)
+        module, attribute, present = _weight_of(layer, name)
         if parametrize.is_parametrized(module) and not _has_updated_weights(module):
             undo = "undo that first (torch.nn.utils.parametrize.remove_parametrizations)"
             raise ValueError(f"{name}, which has {part}, or a weight beside it is parametrized: {undo}")
         weight = getattr(module, attribute)
         update = StructuredUpdate(adapter(weight, weight.shape[1], layer.embed_dim), **options)
-        updates.setdefault(name, {})[row] = update
+        update.name = adapter_name
+        key = f"{row}_{adapter_name}" if present and present.of_row(row) else str(row)
+        updates.setdefault(name, {})[key] = update
     return {name: UpdatedWeight(of_rows) for name, of_rows in updates.items()}
 
 
@@ -601,7 +649,8 @@ def _merge(layer: AdaptedLinear) -> None:
     assert kind is not None
     (matrix,) = kind.matrices(layer.base)
     weight = getattr(layer.base, matrix.weight)
-    update = layer.update.to_dense()
+    assert layer.active is not None
+    update = layer.active.to_dense()
     merged = updated(weight, (update.T if matrix.transposed else update).reshape(weight.shape))
     is_parameter = isinstance(weight, nn.Parameter)
     setattr(layer.base, matrix.weight, nn.Parameter(merged, weight.requires_grad) if is_parameter else merged)

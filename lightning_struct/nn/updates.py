@@ -44,6 +44,9 @@ class StructuredUpdate(nn.Module):
     Attributes:
         scale: s, (), a buffer.
         input_diagonal, output_diagonal: (n,) and (m,), parameters or buffers of signs.
+        name: of the adapter that it belongs to, see :func:`add_adapters`.
+        dropout: probability with which :class:`AdaptedLinear` sets an input to zero in training.
+        is_enabled: whether it is added.
 
     Raises:
         TypeError: the adapter is no :class:`~lightning_struct.nn.StructuredLinear`.
@@ -65,7 +68,7 @@ class StructuredUpdate(nn.Module):
         check_options(scale, learned_diagonals)
         self.adapter = adapter
         self.given_scale, self.learned_diagonals = scale, learned_diagonals
-        self.is_enabled = True
+        self.name, self.dropout, self.is_enabled = "default", 0.0, True
         reference = adapter._reference
         self.register_buffer("scale", torch.empty((), device=reference.device, dtype=reference.dtype))
         for name, size, learned in (
@@ -177,8 +180,18 @@ class AdaptedLinear(nn.Module):
             raise ValueError(f"{adapter} has not the sizes of {base}")
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.base = base
+        update.dropout = dropout
         self.update = update
-        self.dropout = dropout
+
+    @property
+    def updates(self) -> list[StructuredUpdate]:
+        """The updates of all adapters of the layer, in the order in which they were added."""
+        return [module for module in self.children() if isinstance(module, StructuredUpdate)]
+
+    @property
+    def active(self) -> StructuredUpdate | None:
+        """The update that is added; None if there is none at present."""
+        return next((update for update in self.updates if update.is_enabled), None)
 
     @property
     def weight(self) -> Tensor:
@@ -187,8 +200,8 @@ class AdaptedLinear(nn.Module):
         (out_features, in_features); of a convolution its filters, (out_features, in_features, 1, ...).
         """
         weight = linear_of(self.base).weight
-        if self.update.is_enabled:
-            weight = updated(weight, self.update.to_dense())
+        if (update := self.active) is not None:
+            weight = updated(weight, update.to_dense())
         return weight[(...,) + (None,) * len(self.base.stride)] if isinstance(self.base, CONVOLUTIONS) else weight
 
     @property
@@ -218,49 +231,59 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., out_features) for an input (..., in_features); of images as the convolution."""
-        if not self.update.is_enabled:
+        update = self.active
+        if update is None:
             return self.base(input)
         if is_traced(input):
             return whole_call(self, input)
         y = self.base(input)
-        x = F.dropout(input, self.dropout, self.training)
+        x = F.dropout(input, update.dropout, self.training)
         if isinstance(self.base, CONVOLUTIONS):
-            return y + of_channels(self.update, x, self.base.stride).to(y.dtype)
-        return y + self.update(x).to(y.dtype)
+            return y + of_channels(update, x, self.base.stride).to(y.dtype)
+        return y + update(x).to(y.dtype)
 
     def extra_repr(self) -> str:
-        return f"dropout={self.dropout}" if self.dropout else ""
+        return f"dropout={self.update.dropout}" if self.update.dropout else ""
 
 
 class UpdatedWeight(nn.Module):
     """The parametrization W → W + Δ of a weight that no module is called with, as those of ``nn.MultiheadAttention``.
 
     Args:
-        updates: of blocks of rows of W, by the first row of each; the other rows stay.
+        updates: of blocks of rows of W, by the first row of each; the other rows stay. Those of a second adapter for
+            the same rows have its name behind the row: "8_name".
     """
 
-    def __init__(self, updates: Mapping[int, StructuredUpdate]) -> None:
+    def __init__(self, updates: Mapping[str, StructuredUpdate]) -> None:
         super().__init__()
-        self.updates = nn.ModuleDict({str(row): update for row, update in updates.items()})
+        self.updates = nn.ModuleDict(updates)
 
     def add(self, others: UpdatedWeight) -> None:
-        """Take in the updates of other rows."""
+        """Take in the updates of other rows or of another adapter."""
         both = {**self.updates, **others.updates}
-        self.updates = nn.ModuleDict({row: both[row] for row in sorted(both, key=int)})
+        self.updates = nn.ModuleDict({key: both[key] for key in sorted(both, key=_row_of)})
+
+    def of_row(self, row: int) -> list[StructuredUpdate]:
+        """The updates of the block of rows that begins there."""
+        return [update for key, update in self.updates.items() if _row_of(key) == row]  # type: ignore[misc]
 
     def forward(self, weight: Tensor) -> Tensor:
         """W + Δ, (rows, columns), for W."""
         blocks = []
         end = 0
-        for row, update in self.updates.items():
+        for key, update in self.updates.items():
             assert isinstance(update, StructuredUpdate)
             if not update.is_enabled:
                 continue
             delta = update.to_dense()
-            start = int(row)
+            start = _row_of(key)
             blocks += [weight[end:start], updated(weight[start : start + len(delta)], delta)]
             end = start + len(delta)
         return torch.cat([*blocks, weight[end:]])
+
+
+def _row_of(key: str) -> int:
+    return int(key.partition("_")[0])
 
 
 def check_options(scale: float | None, learned_diagonals: Sides, dropout: float = 0.0) -> None:

@@ -17,11 +17,14 @@ from lightning_struct.nn import (
     adapter_state_dict,
     add_adapters,
     disable_adapters,
+    load_adapter_state_dict,
     load_adapters,
     merge_adapters,
     merged_adapters,
     save_adapters,
+    set_adapter,
 )
+from lightning_struct.nn.updates import StructuredUpdate
 from tests.nn.layers import Conv1D
 
 
@@ -73,7 +76,7 @@ def test_a_base_with_the_adapters_of_a_folder_computes_the_same(base, trained, f
     assert torch.equal(loaded.eval()(X), trained.eval()(X))
     for name, parameter in trained.named_parameters():
         assert loaded.get_parameter(name).requires_grad == parameter.requires_grad, name
-    assert loaded.up.dropout == 0.25
+    assert loaded.up.update.dropout == 0.25
 
 
 def test_a_single_layer_is_read_back(tmp_path):
@@ -152,7 +155,7 @@ def test_other_bases_missing_files_and_nan_are_refused(base, trained, tmp_path):
         other.norm.weight.mul_(1.1)
     with pytest.raises(ValueError, match="beside another base: norm.weight has norm"):
         load_adapters(other, tmp_path)
-    with pytest.raises(ValueError, match="Network has adapters already"):
+    with pytest.raises(ValueError, match="Network has an adapter 'default' already"):
         load_adapters(trained, tmp_path)
     with pytest.raises(FileNotFoundError, match="has no adapters.json"):
         load_adapters(base, tmp_path / "elsewhere")
@@ -173,6 +176,72 @@ def test_a_part_of_the_saved_model_gets_its_adapters(base, trained, tmp_path):
     damaged(tmp_path, trained=[*described["trained"], "head.weight"])
     with pytest.raises(ValueError, match="has head.weight, which is outside of Network"):
         load_adapters(base, tmp_path)
+
+
+def with_two_adapters(base):
+    model = copy.deepcopy(base)
+    add_adapters(model, partial(LowRank, rank=2), include=["up", "attention"])
+    add_adapters(model, LDRSubdiagonal, include=["head", "up", "attention.q_proj"], name="other", dropout=0.25)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "update" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def test_each_of_several_adapters_computes_what_it_computes_alone(base, tmp_path):
+    model = with_two_adapters(base)
+    results = {}
+    for name in ("default", "other"):
+        set_adapter(model, name)
+        trained = {n for n, p in model.named_parameters() if p.requires_grad}
+        assert trained and all(u.requires_grad == (n in trained) for n, u in model.named_parameters())
+        save_adapters(model, tmp_path / name)
+        alone = load_adapters(copy.deepcopy(base), tmp_path / name).eval()
+        results[name] = model(X)
+        torch.testing.assert_close(alone(X), results[name])
+        with merged_adapters(model):
+            torch.testing.assert_close(model(X), results[name])
+        merged = merge_adapters(copy.deepcopy(model))
+        torch.testing.assert_close(merged(X), results[name])
+        assert list(merged.state_dict()) == list(base.state_dict())
+    assert not torch.allclose(*results.values())
+    with disable_adapters(model):
+        torch.testing.assert_close(model(X), base.eval()(X))
+        with pytest.raises(ValueError, match="no adapter of Network is active"):
+            save_adapters(model, tmp_path)
+    loaded = load_adapters(load_adapters(base, tmp_path / "other", "b"), tmp_path / "default", "a")
+    for own, name in (("a", "default"), ("b", "other")):
+        set_adapter(loaded, own)
+        torch.testing.assert_close(loaded.eval()(X), results[name])
+    names = {u.name for u in loaded.modules() if isinstance(u, StructuredUpdate)}
+    assert names == {"a", "b"}
+
+
+def test_state_of_several_adapters_and_of_one_in_its_names(base):
+    model, again = with_two_adapters(base), with_two_adapters(base)
+    load_adapter_state_dict(again, adapter_state_dict(model))
+    assert torch.equal(again(X), model(X))
+    alone = add_adapters(base, partial(LowRank, rank=2), include=["up", "attention"])
+    assert set(adapter_state_dict(alone)) < set(adapter_state_dict(model))
+
+
+def test_what_several_adapters_cannot_do_is_refused_and_nothing_changes(base, trained, tmp_path):
+    save_adapters(trained, tmp_path)
+    model = with_two_adapters(base)
+    before, expected = copy.deepcopy(model.state_dict()), model(X)
+    for call, message in (
+        (lambda: set_adapter(model, "third"), "no adapter 'third': it has 'default', 'other'"),
+        (lambda: add_adapters(model, LowRank, name="a.b"), "must be an identifier"),
+        (lambda: add_adapters(model, LowRank, include="up", name="other"), "up: it has an adapter"),
+        (lambda: load_adapters(model, tmp_path, "third"), "train head.weight, which Network has not"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+        assert list(model.state_dict()) == list(before) and torch.equal(model(X), expected)
+    other = add_adapters(base, LowRank, include="attention")
+    with pytest.raises(ValueError, match="is not that of the model, which its other adapters need"):
+        load_adapters(other, tmp_path, "third")
 
 
 def test_layers_that_are_recognised_by_their_results_are_found_again(tmp_path):

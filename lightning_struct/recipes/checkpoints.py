@@ -14,6 +14,7 @@ import torch
 import yaml  # type: ignore[import-untyped]  # a requirement of Lightning
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_struct.recipes.catalogue import did_you_mean
@@ -24,6 +25,21 @@ PARTS_OF_A_CONFIG = ("seed_everything", "trainer", "model", "data")
 LAST_CHECKPOINT = "last"
 # Lightning finds these itself; "best" it knows in the process of the fit alone
 WORDS_FOR_CHECKPOINTS = (LAST_CHECKPOINT, "hpc")
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its place and then moves it there: a full disk leaves the one before, and no part."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        part = f"{path}.part"
+        try:
+            super().save_checkpoint(checkpoint, part, storage_options)
+            os.replace(part, path)
+        finally:
+            Path(part).unlink(missing_ok=True)
 
 
 class LastCheckpoint(Checkpoint):
@@ -61,6 +77,8 @@ class RunConfigCallback(SaveConfigCallback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.began = time.monotonic()
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = WholeCheckpointIO()
 
     @cached_property
     def text(self) -> str:

@@ -1,5 +1,6 @@
 """Every recipe is resumed by its checkpoint alone: to the config and the weights of the uninterrupted run."""
 
+import errno
 from importlib import import_module
 from pathlib import Path
 
@@ -8,10 +9,16 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.recipes.catalogue import RECIPES, config_names
-from lightning_struct.recipes.checkpoints import CONFIG_IN_CHECKPOINT, compare_optimizers, keep_what_is_there
+from lightning_struct.recipes.checkpoints import (
+    CONFIG_IN_CHECKPOINT,
+    WholeCheckpointIO,
+    compare_optimizers,
+    keep_what_is_there,
+)
 from tests.recipes.little import LITTLE, QUIET, synthetic
 
 ALIKE = ("mnist_autoencoder", "usps_autoencoder", "heat_pinn", "burgers_pinn")  # others are the same but for the data
@@ -169,3 +176,16 @@ def test_resumed_run_ends_where_the_uninterrupted_one_ends(recipe, config):
     last = [torch.load(f"results/{recipe}/version_{run}/checkpoints/epoch={epochs - 1}.ckpt") for run in (0, 1)]
     weights, resumed_weights = (checkpoint["state_dict"] for checkpoint in last)
     torch.testing.assert_close(resumed_weights, weights, rtol=0, atol=0)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    def half(self, checkpoint, path, storage_options=None):
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    path = tmp_path / "last.ckpt"
+    WholeCheckpointIO().save_checkpoint({"step": 1}, path)
+    monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", half)
+    with pytest.raises(OSError, match="No space left"):
+        WholeCheckpointIO().save_checkpoint({"step": 2}, path)
+    assert [*tmp_path.iterdir()] == [path] and torch.load(path) == {"step": 1}

@@ -1,12 +1,13 @@
 """Reading data sets from files: checks of what a file holds, and one clear error when a data set cannot be had."""
 
 import lzma
+import os
 import re
 import struct
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar
 
@@ -229,10 +230,15 @@ def read_or_explain(
     Raises:
         MisconfigurationException: if the files are missing, damaged, or cannot be downloaded.
     """
+    directory = Path(data_dir).absolute()
+    is_new = not directory.exists()
     try:
         return read()
     except (OSError, RuntimeError, EOFError, ValueError, IndexError, AssertionError) as error:
-        directory = Path(data_dir).absolute()
+        if is_new:  # a failed download leaves no empty folders
+            for folder, _, _ in os.walk(directory, topdown=False):
+                with suppress(OSError):
+                    os.rmdir(folder)
         if isinstance(error, DamagedFileError):
             problem = f"{name} is damaged: {error}"
             path = error.path.absolute()

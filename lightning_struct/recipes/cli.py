@@ -220,7 +220,8 @@ class RecipeCLI(LightningCLI):
         if self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
             return
         newest = newest_checkpoint(self.trainer) or self._checkpoint
-        print(f"\nresults so far   {self._log_dir}", file=sys.stderr)
+        if self._log_dir.exists():
+            print(f"\nresults so far   {self._log_dir}", file=sys.stderr)
         if newest is None:
             print("No checkpoint was written yet: start again to train.", file=sys.stderr)
         else:

@@ -82,11 +82,12 @@ def test_missing_files_are_looked_for_in_the_home_directory_and_the_remedies_are
 
 @pytest.mark.parametrize("name", DOWNLOADED)
 @pytest.mark.usefixtures("torchtext", "no_network")
-def test_failing_download_names_the_directory_and_the_remedies(name, tmp_path):
+def test_failing_download_names_the_directory_and_the_remedies_and_leaves_no_folder(name, tmp_path):
     with pytest.raises(MisconfigurationException) as error:
-        prepared(made(name, data_dir=str(tmp_path)))
+        prepared(made(name, data_dir=str(tmp_path / "new" / "data")))
     parts = (f"{getattr(data, name).title} could not be downloaded to", str(tmp_path), "no network", "data.synthetic")
     assert all(part in str(error.value) for part in parts)
+    assert not (tmp_path / "new" / "data").exists()
 
 
 @pytest.mark.parametrize("name", DOWNLOADED)

@@ -19,8 +19,8 @@ from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, is_poi
 from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
 from lightning_struct.nn.replace import LayerFactory, check_has_shape, check_makes_layers, is_from_linear, set_modules
-from lightning_struct.nn.report import reasons_as_text
-from lightning_struct.nn.selection import Model, Selection, Selector, is_at_or_below
+from lightning_struct.nn.report import note_left, reasons_as_text
+from lightning_struct.nn.selection import Model, Selection, Selector, is_at_or_below, sharing_weights
 from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.torch_modules import add_parametrization, remove_parametrizations
 from lightning_struct.nn.updates import AdaptedLinear, Sides, StructuredUpdate, UpdatedWeight, check_options, updated
@@ -28,6 +28,7 @@ from lightning_struct.nn.updates import AdaptedLinear, Sides, StructuredUpdate, 
 _log = logging.getLogger(__name__)
 
 
+_HEADS = ("head", "heads", "lm_head", "classifier", "score", "fc")
 Trained = str | nn.Module | type[nn.Module]
 """A name or a pattern of modules or parameters, a module, or a class of modules."""
 
@@ -60,7 +61,7 @@ def add_adapters(
     the projections of ``nn.MultiheadAttention``, which are selected as ``q_proj``, ``k_proj``, ``v_proj`` and
     ``out_proj`` below its name. Each becomes an :class:`AdaptedLinear` whose ``base`` is the old layer, with its hooks
     and its parameters; only attention stays, with parametrized weights. A layer that is used in several places gets one
-    adapter.
+    adapter. :func:`replacement_report` says why other layers with weights get none.
 
     Further calls add adapters to other layers and projections, and leave parameters that require gradients alone. With
     another ``name`` they add another adapter, also to layers that have one: see :func:`set_adapter`. Batch
@@ -73,7 +74,9 @@ def add_adapters(
         factory: called as ``factory(in_features, out_features, bias=False)``; makes a :class:`StructuredLinear`. Not a
             ``from_linear``, since an adapter starts at zero.
         include: names ("encoder.0"), patterns ("encoder.*.up"), modules, classes of modules, or functions of (name,
-            module). All except functions include everything below them. None: all layers.
+            module). All except functions include everything below them. None: all layers but output layers
+            (``get_output_embeddings`` of transformers, or named head, heads, lm_head, classifier, score or fc) and
+            those that share their weight with another module.
         exclude: layers that get no adapter, given likewise.
         train: further weights to train: names or patterns of modules ("head") and of parameters ("*.bias"), modules,
             and classes of modules.
@@ -104,7 +107,7 @@ def add_adapters(
         raise ValueError(f"the name of an adapter must be an identifier, such as 'french', but is {name!r}")
     selection = Selection(model, include, exclude)
     trained = _parameters_named(model, train)
-    places, reasons = _places(model, selection, name)
+    places, reasons = _places(model, selection, name, _left_alone(model) if include is None else {})
     if not places:
         raise ValueError(
             "add_adapters adds nothing: no nn.Linear, 1 x 1 convolution or nn.MultiheadAttention that is included, not "
@@ -513,8 +516,19 @@ def _parameters_named(model: nn.Module, selectors: Trained | Iterable[Trained]) 
     return selected
 
 
+def _left_alone(model: nn.Module) -> dict[nn.Module, str]:
+    """The layers that get no adapter unless ``include`` names them, with the reason."""
+    name_it = "name it in include to adapt it"
+    found = dict.fromkeys(sharing_weights(model), f"another module has its weight, too: {name_it}")
+    for name, module in model.named_modules():
+        output = getattr(module, "get_output_embeddings", lambda: None)()
+        heads = module.modules() if name.rpartition(".")[2] in _HEADS else [output]
+        found |= {head: f"it is an output layer: {name_it}" for head in heads if head is not None and head not in found}
+    return found
+
+
 def _places(
-    model: nn.Module, selection: Selection, adapter: str
+    model: nn.Module, selection: Selection, adapter: str, left_alone: Mapping[nn.Module, str]
 ) -> tuple[list[tuple[str, nn.Module, list[str]]], dict[str, str]]:
     """Places of selected layers without an adapter of a name, and the reasons why other layers with matrices get none.
 
@@ -535,6 +549,7 @@ def _places(
         if isinstance(layer, AdaptedLinear):
             has_one = any(update.name == adapter for update in layer.updates)
             reason = "it has an adapter" if has_one else selection.why_not(name, layer.base, layer)
+            reason = reason or left_alone.get(layer) or left_alone.get(layer.base)
             parts = [name] if reason is None else []
         elif isinstance(layer, nn.MultiheadAttention):
             adapted = {part for part, update in updated_projections(layer) if update.name == adapter}
@@ -546,18 +561,21 @@ def _places(
         elif isinstance(layer, StructuredLinear | FrozenLinear):
             reason = "it is structured"
         elif has_linear_weight(layer) or is_pointwise(layer):
-            reason = selection.why_not(name, layer)
+            reason = selection.why_not(name, layer) or left_alone.get(layer)
             parts = [name] if reason is None else []
         elif isinstance(layer, nn.RNNBase | nn.RNNCellBase):
             reason = "it is recurrent"
         elif isinstance(layer, CONVOLUTIONS):
             reason = "it is a convolution of more than single pixels"
+        elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            reason = "it is an embedding"
         elif ".quantized." in type(layer).__module__ and hasattr(layer, "weight"):
             reason = "it is quantised"
         if parts:
             places.append((name, layer, parts))
         elif reason is not None:
             reasons[name or "the model"] = reason
+            note_left(layer, f"add_adapters: {reason}")
     return places, reasons
 
 

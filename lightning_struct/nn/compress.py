@@ -36,7 +36,7 @@ from lightning_struct.nn.replace import (
     set_modules,
 )
 from lightning_struct.nn.report import note_left, reasons_as_text, reasons_for_left
-from lightning_struct.nn.selection import Model, Selection, Selector
+from lightning_struct.nn.selection import Model, Selection, Selector, sharing_weights
 from lightning_struct.nn.torch_modules import take_hooks
 
 _log = logging.getLogger(__name__)
@@ -223,11 +223,7 @@ def _check_has_values(model: nn.Module) -> None:
 
 def _places(model: nn.Module, names: dict[nn.Module, list[str]]) -> list[list[str]]:
     """The names of each selected layer that shares its weight with no other module."""
-    holders: dict[nn.Parameter, set[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(parameter, set()).add(module)
-    shared = {module for of in holders.values() if len(of) > 1 for module in of}
+    shared = sharing_weights(model)
     for layer in [layer for layer in names if layer in shared]:
         log_left(names.pop(layer)[0], layer, "another module has its weight, too")
     if not names:

@@ -16,7 +16,7 @@ from lightning_struct.nn.attention import why_not_called
 from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, why_not_linear, why_not_pointwise
 from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.structured import StructuredLinear
-from lightning_struct.nn.updates import StructuredUpdate
+from lightning_struct.nn.updates import AdaptedLinear, StructuredUpdate
 
 _NEVER_REPLACED: tuple[tuple[Any, str], ...] = (
     ((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), "it is a transposed convolution"),
@@ -105,10 +105,11 @@ def replacement_report(model: nn.Module) -> ReplacementReport:
 
 def reasons_for_left(model: nn.Module) -> dict[str, str]:
     """The layers with matrices that are not structured, by name, and why they are not."""
-    in_attention = hidden_layers(model, of_other_forwards=True)
+    hidden = hidden_layers(model, of_other_forwards=True)
+    hidden |= {layer.base for layer in model.modules() if isinstance(layer, AdaptedLinear)}
     reasons = {}
     for name, layer in model.named_modules():
-        if isinstance(layer, StructuredLinear) or layer in in_attention:
+        if isinstance(layer, StructuredLinear) or layer in hidden:
             continue
         reason = next((reason for classes, reason in _NEVER_REPLACED if isinstance(layer, classes)), None)
         if isinstance(layer, FrozenLinear):
@@ -119,7 +120,7 @@ def reasons_for_left(model: nn.Module) -> dict[str, str]:
             reason = why_not_pointwise(layer)
         elif has_linear_weight(layer):
             reason = why_not_linear(layer)
-        elif reason is None:
+        elif reason is None and layer not in _left:
             continue  # it has no matrix
         reasons[name or "(model)"] = _left.get(layer) or reason or "nothing has replaced it"
     return reasons

@@ -93,6 +93,15 @@ def is_at_or_below(name: str, pattern: str) -> bool:
     return False
 
 
+def sharing_weights(model: nn.Module) -> set[nn.Module]:
+    """The modules that share a weight with another module, such as an embedding and a head."""
+    holders: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, set()).add(module)
+    return {module for of in holders.values() if len(of) > 1 for module in of}
+
+
 class _Selectors:
     """The selectors of one argument."""
 
@@ -116,7 +125,9 @@ class _Selectors:
                 elif any(fnmatchcase(name, selector) for name in named):
                     self.patterns.append(selector)
                 else:
-                    raise ValueError(f"{argument} names {selector!r}, which is not in {type(model).__name__}")
+                    below = [name for name in named if name.endswith(f".{selector}")]
+                    hint = f": '*.{selector}' names {below[0]}{' and others' * (len(below) > 1)}" if below else ""
+                    raise ValueError(f"{argument} names {selector!r}, which is not in {type(model).__name__}{hint}")
             elif isinstance(selector, nn.Module):
                 if all(selector is not module for module in named.values()):
                     raise ValueError(f"{argument} has a module that is not in {type(model).__name__}: {selector}")

@@ -20,6 +20,7 @@ from lightning_struct.nn import (
     load_adapter_state_dict,
     merge_adapters,
     replace_linear,
+    replacement_report,
 )
 from tests.nn.layers import FACTORIES, NAMES, Conv1D
 from tests.processes import in_two_processes
@@ -271,9 +272,10 @@ def test_merging_leaves_a_tied_weight_to_the_other_module():
     model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
     model[1].weight = model[0].weight
     before = model[0].weight.clone()
-    add_adapters(model, Circulant)
+    add_adapters(model, Circulant, include="1")
     nn.init.ones_(model[1].update.adapter.column)
-    merge_adapters(model)
+    with pytest.warns(UserWarning, match="no longer shared: 1 with 0"):
+        merge_adapters(model)
     assert torch.equal(model[0].weight, before) and not torch.equal(model[1].weight, before)
 
 
@@ -398,6 +400,7 @@ LEFT = {
     "it is recurrent": lambda: nn.Sequential(nn.LSTM(8, 8)),
     "it is quantised": lambda: nn.Sequential(torch.ao.nn.quantized.dynamic.Linear(8, 8)),
     "it is a convolution of more than single pixels": lambda: nn.Sequential(nn.Conv2d(3, 3, 3)),
+    "it is an embedding": lambda: nn.Sequential(nn.Embedding(8, 8)),
     "exclude has it": lambda: nn.Sequential(nn.Linear(8, 8)),
 }
 
@@ -408,6 +411,27 @@ def test_error_where_nothing_gets_an_adapter_says_why(reason):
     exclude = nn.Linear if reason == "exclude has it" else None
     with pytest.raises(ValueError, match=f"add_adapters adds nothing: .*; 0: {reason}$"):
         add_adapters(LEFT[reason](), LowRank, exclude=exclude)
+
+
+def test_heads_and_tied_layers_get_adapters_only_if_they_are_named():
+    def network():
+        layers = {"tokens": nn.Embedding(9, 8), "up": nn.Linear(8, 8), "lm": nn.Linear(8, 9), "last": nn.Linear(8, 9)}
+        model = nn.ModuleDict(layers | {"classifier": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))})
+        model["lm"].weight = model["tokens"].weight
+        model["up"].get_output_embeddings = lambda: model["last"]  # as models of transformers have it
+        return model
+
+    model = add_adapters(network(), LowRank)
+    assert {name for name, layer in model.named_modules() if isinstance(layer, AdaptedLinear)} == {"up"}
+    skipped = replacement_report(model).skipped
+    assert set(skipped) == {"tokens", "lm", "last", "classifier.0", "classifier.1"}
+    assert skipped["lm"] == "add_adapters: another module has its weight, too: name it in include to adapt it"
+    for name in ("last", "classifier.1"):
+        assert skipped[name] == "add_adapters: it is an output layer: name it in include to adapt it"
+    model = add_adapters(network(), LowRank, include=["lm", "classifier", "last"])
+    assert trainable(model) == {
+        f"{name}.update.adapter.{factor}" for name in ("lm", "last", "classifier.0", "classifier.1") for factor in "GH"
+    }
 
 
 def test_classes_of_modules_are_trained():

@@ -111,5 +111,8 @@ def test_names_are_those_at_or_above():
 def test_what_is_not_in_the_model_is_refused(call, argument):
     with pytest.raises(ValueError, match=f"^{argument} names '3.*', which is not in Sequential$"):
         call(network(), **{argument: ["0", "3.*"]})
+    nested = nn.ModuleDict({"layers": nn.ModuleDict({"q": nn.Linear(4, 4), "k": nn.Linear(4, 4)})})
+    with pytest.raises(ValueError, match=rf"^{argument} names 'q', which is not in ModuleDict: '\*.q' names layers.q$"):
+        call(nested, **{argument: "q"})
     with pytest.raises(ValueError, match=f"^{argument} has a module that is not in Sequential: Linear"):
         call(network(), **{argument: nn.Linear(32, 4)})

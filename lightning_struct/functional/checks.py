@@ -118,10 +118,10 @@ def checked(function: Checked) -> Checked:
     return checking  # type: ignore[return-value]
 
 
-def _tests_of(annotation: str, scope: dict[str, Any]) -> list[tuple[Callable[[Any], bool], str]]:
+def _tests_of(annotation: Any, scope: dict[str, Any]) -> list[tuple[Callable[[Any], bool], str]]:
     """Tests of a value, of which one must hold; none if a type in the annotation is no class."""
     try:
-        given = eval(annotation, scope)  # an annotation of this package
+        given = eval(annotation, scope) if isinstance(annotation, str) else annotation
     except (NameError, TypeError):  # of what is imported for type checkers alone
         return []
     tests = []

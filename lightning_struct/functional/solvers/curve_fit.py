@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.func import jacfwd, vmap
 
-from lightning_struct.functional.checks import is_integer, is_real
+from lightning_struct.functional.checks import check_dense, checked, is_integer, is_real
 
-Bounds = tuple[Any, Any]
+Bounds: TypeAlias = Sequence[Any] | Tensor
 """Lower and upper bounds of the parameters, each a number, a sequence of P numbers, or a tensor (P,)."""
 
 _LEAST = 1e-3  # damping of a singular problem, of the largest
@@ -45,7 +45,7 @@ class CurveFit:
         converged: (...), bool: the fit ended within the tolerance, with finite numbers.
         reason: of each fit, in order: ``"ftol"`` (a step would change the sum of squares by less than the tolerance),
             ``"xtol"`` (the same of the parameters), ``"gtol"`` (the columns of J are orthogonal to the residuals),
-            ``"max_steps"``, or ``"not_finite"`` (the first residuals or derivatives are NaN or infinite).
+            ``"max_steps"``, or ``"not_finite"`` (first residuals or any derivatives are NaN or infinite).
         steps: (...), int: steps that were tried.
 
     Example:
@@ -68,6 +68,7 @@ class CurveFit:
         return self.covariance.diagonal(dim1=-2, dim2=-1).sqrt()
 
 
+@checked
 def curve_fit(
     f: Callable[..., Tensor],
     x: Tensor,
@@ -137,8 +138,10 @@ def curve_fit(
 
     def residuals(p: Tensor, x: Tensor, y: Tensor, sigma: Tensor) -> Tensor:
         values = f(x, *p.unbind())
-        if values.numel() != N:
-            raise ValueError(f"f returns {values.numel()} values for {N} rows of x")
+        if not isinstance(values, Tensor) or values.numel() != N:
+            raise ValueError(
+                f"f must return {N} numbers in a tensor, one for each row of x, but returns {_shape(values)}"
+            )
         return (values.reshape(-1) - y) / sigma
 
     flat = [data[0], *(of_data.reshape(-1, N) for of_data in data[1:])]
@@ -146,6 +149,7 @@ def curve_fit(
     return _fits(evaluate, p0, flat, bounds, loss, scale, max_steps, tolerance, scaled=not absolute_sigma)
 
 
+@checked
 def levenberg_marquardt(
     residuals: Callable[..., Tensor],
     parameters: Tensor,
@@ -182,6 +186,7 @@ def levenberg_marquardt(
     """
     parameters, batch = _real("parameters", parameters), parameters.shape[:-1]
     for number, of_data in enumerate(data):
+        check_dense(f"data {number}", of_data, has_numbers=True)
         if of_data.shape[: len(batch)] != batch:
             raise ValueError(
                 f"data {number} must begin with the dimensions {tuple(batch)} of the problems, but is {_shape(of_data)}"
@@ -194,10 +199,10 @@ Evaluate = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
 """Parameters (B, P) and the data of B problems -> residuals (B, N) and Jacobians (B, N, P)."""
 
 
-def _real(name: str, value: Any) -> Tensor:
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{name} must be a tensor of real floating point, but is {got}")
+def _real(name: str, value: Tensor) -> Tensor:
+    check_dense(name, value, has_numbers=True)
+    if not value.is_floating_point():
+        raise TypeError(f"{name} must be a tensor of real floating point, but is {value.dtype}")
     return value.detach()
 
 
@@ -266,6 +271,8 @@ def _limits(bounds: Bounds | None, start: Tensor) -> tuple[Tensor, Tensor] | Non
     if bounds is None:
         return None
     count = start.shape[-1]
+    if len(bounds) != 2:
+        raise ValueError(f"bounds must be two, lower and upper ones, but are {bounds}")
     lower, upper = (torch.as_tensor(of, dtype=start.dtype, device=start.device) for of in bounds)
     if any(of.shape not in ((), (count,)) for of in (lower, upper)) or not bool((lower < upper).all()):
         raise ValueError(f"bounds must be lower ones below upper ones, numbers or ({count},), but are {bounds}")
@@ -415,10 +422,11 @@ def _minimise(
     steps = torch.full_like(reasons, max_steps)
     index, p = torch.arange(len(start), device=start.device), start
     f, R, z, size = problem(p, data)
-    reason = torch.where(f.isfinite() & R.isfinite().all(2).all(1), 0, _NOT_FINITE)
+    reason = torch.where(f.isfinite(), 0, _NOT_FINITE)
     D, damping, radius = torch.zeros_like(p), torch.zeros_like(f), torch.ones_like(f)
     for step in range(max_steps + 1):
         norms, gradient = torch.linalg.vector_norm(R, dim=1), (R.mT @ z[:, :, None])[..., 0]
+        reason = torch.where((reason == 0) & ~gradient.isfinite().all(1), _NOT_FINITE, reason)
         D = torch.maximum(D, norms)
         is_flat = gradient.abs() <= tolerance * norms * size[:, None]
         held = None

@@ -194,6 +194,14 @@ def test_residual_functions_with_data_of_their_own():
     torch.testing.assert_close(fits.parameters, torch.stack([targets[:, 0], targets[:, 0] ** 2], 1))
 
 
+def test_derivatives_that_become_nan_on_the_way_end_the_fit_as_not_finite():
+    def f(x, a, b):
+        return a * x + b + 0 * a.sqrt()  # whose derivative at a = 0 is 0 times infinity
+
+    fit = curve_fit(f, X, -X, [1.0, 0.0], bounds=([0.0, -5.0], [5.0, 5.0]))
+    assert not fit.converged and fit.reason == ["not_finite"] and fit.steps < 100
+
+
 X, Y = torch.linspace(0, 1, 5, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
 WRONG = {
     "y must be a tensor of real floating point, but is torch.complex128": ({"y": Y + 0j}, TypeError),
@@ -201,7 +209,11 @@ WRONG = {
     "y has 1 values for 2 parameters": ({"x": X[:1], "y": Y[:1]}, ValueError),
     "y must be .N,. or p0's leading dimensions and N": ({"y": Y.expand(3, 5)}, ValueError),
     "x must be a tensor with 5 rows": ({"x": X[:3]}, ValueError),
-    "f returns 1 values for 5 rows": ({"f": lambda x, a, b: a * x.sum()}, ValueError),
+    "f must return 5 numbers .* returns \\(\\)": ({"f": lambda x, a, b: a * x.sum()}, ValueError),
+    "f must return 5 numbers .* returns NoneType": ({"f": lambda x, a, b: None}, ValueError),
+    "bounds must be two": ({"bounds": (1.0,)}, ValueError),
+    "bounds must be a Sequence": ({"bounds": 3}, TypeError),
+    "y must be a dense tensor that holds numbers": ({"y": Y.to("meta")}, TypeError),
     "sigma must be positive": ({"sigma": 0.0}, ValueError),
     "bounds must be lower ones below upper ones": ({"bounds": (1.0, 0.0)}, ValueError),
     "bounds exclude the first value 1 of parameter 0": ({"bounds": (2.0, 3.0)}, ValueError),

@@ -195,8 +195,8 @@ def arguments(inputs: Any) -> tuple[Any, ...]:
 
 
 def check_data(inputs: tuple[Any, ...], targets: Tensor | None) -> None:
-    """Raise TypeError for a sparse, quantised or empty (meta) tensor among inputs and targets, or in a dict in them."""
-    if any(isinstance(value, str) for value in inputs):
+    """Raise TypeError for text, arrays of NumPy and tensors that are not dense, in inputs, targets or dicts of them."""
+    if any(isinstance(value, str) or hasattr(value, "__array_interface__") for value in inputs):
         raise TypeError(f"inputs must be tensors, or dicts of tensors, got {inputs!r:.80}")
     for name, value in (("inputs", inputs), ("targets", targets)):
         for tensor in tensors_in(value):

@@ -116,7 +116,7 @@ class OutputSteps(Steps):
                 "SHF.step needs the batch: step(inputs=..., targets=...). In Lightning put SHFOptimization before the "
                 "LightningModule: automatic optimization gives an optimizer no batch"
             )
-        if not hasattr(targets, "shape"):
+        if not isinstance(targets, Tensor):
             raise TypeError(
                 f"SHF.step takes targets as one tensor, got {type(targets).__name__}: pass the tensor itself, with row "
                 "i for sample i. A loss of your own may split its columns"

@@ -223,24 +223,22 @@ def _below(
     model: nn.Module, described: dict[str, Any], weights: dict[str, Tensor], source: Path
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The same by the names of the model, if it is the part of the one that was saved that has all adapters."""
-    modules, layers = dict(model.named_modules()), [*described["layers"]]
-    above = next(iter(layers), "").split(".")[:-1]
+    modules, first = dict(model.named_modules()), next(iter(described["layers"]), "").split(".")
 
     def is_here(name: str) -> bool:
         return name in modules or isinstance(modules.get(name.rpartition(".")[0]), nn.MultiheadAttention)
 
-    prefixes = ["".join(f"{part}." for part in above[:depth]) for depth in range(len(above) + 1)]
-    prefixes = [p for p in prefixes if all(n.startswith(p) and is_here(n.removeprefix(p)) for n in layers)]
-    if not prefixes or not prefixes[0]:
+    cut = next((cut for cut in range(len(first)) if is_here(".".join(first[cut:]))), 0)
+    prefix = "".join(f"{part}." for part in first[:cut])
+    if not all(name.startswith(prefix) for name in described["layers"]):
         return described, weights
-    prefix, cut = prefixes[0], len(prefixes[0])
     if other := [name for name in described["trained"] if not name.startswith(prefix)]:
         raise ValueError(f"beside the adapters {source} has {other[0]}, which is outside of {type(model).__name__}")
 
     def ours(of: dict[str, Any]) -> dict[str, Any]:
-        return {name[cut:]: value for name, value in of.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): value for name, value in of.items() if name.startswith(prefix)}
 
-    trained = [name[cut:] for name in described["trained"]]
+    trained = [name.removeprefix(prefix) for name in described["trained"]]
     parts = {"layers": ours(described["layers"]), "base_norms": ours(described.get("base_norms", {}))}
     return {**described, **parts, "trained": trained}, ours(weights)
 

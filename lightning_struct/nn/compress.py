@@ -116,8 +116,6 @@ def compress(
         True
     """
     check_goal(budget, max_loss_increase)
-    if candidates is not None and not callable(candidates):
-        raise TypeError(f"candidates must be a function that returns them for an nn.Linear, but is {candidates!r}")
     _check_has_values(model)
     batches = [data] if isinstance(data, Tensor) else list(data)
     if not batches:

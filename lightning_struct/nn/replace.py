@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -304,13 +303,10 @@ def log_left(name: str, layer: nn.Module, reason: str) -> None:
 
 
 def check_makes_layers(factory: LayerFactory) -> None:
-    """Raise a TypeError for a layer in place of what makes one, and for what cannot be called as a factory is."""
+    """Raise a TypeError for a layer in place of what makes one, and for a factory that takes other arguments."""
     if isinstance(factory, nn.Module):
         name = type(factory).__name__
         raise TypeError(f"the factory is a layer, but must make layers: give {name}, or functools.partial({name}, ...)")
-    if not callable(factory):
-        got = reprlib.repr(factory)  # shortened: it may be the example of replace_conv
-        raise TypeError(f"the factory must be a class of layers or a function that makes one, but is {got}")
     if is_from_linear(factory):
         return
     called = factory if isinstance(factory, functools.partial) else functools.partial(factory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import reprlib
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import TypeVar
@@ -33,7 +32,7 @@ class Selection:
 
     Raises:
         ValueError: a name, a pattern, a module or a class of ``include`` or ``exclude`` is not in the model.
-        TypeError: a selector is something else, such as a number; or ``model`` is no ``nn.Module``.
+        TypeError: a selector is something else, such as a number.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -48,11 +47,6 @@ class Selection:
         include: Selector | Iterable[Selector] | None = None,
         exclude: Selector | Iterable[Selector] | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"the first argument must be the model, an nn.Module, but is {reprlib.repr(model)}: give a model, "
-                "which may be a single layer, and then the factory of layers"
-            )
         self._included = None if include is None else _Selectors("include", include, model)
         self._excluded = _Selectors("exclude", () if exclude is None else exclude, model)
 

@@ -57,12 +57,11 @@ class StructuredUpdate(nn.Module):
     input_diagonal: Tensor
     output_diagonal: Tensor
 
+    @checked
     def __init__(
         self, adapter: StructuredLinear, scale: float | None = None, learned_diagonals: Sides = "none"
     ) -> None:
         super().__init__()
-        if not isinstance(adapter, StructuredLinear):
-            raise TypeError(f"an adapter must be a structured layer, such as LDRSubdiagonal, but is {adapter!r}")
         if adapter.bias is not None:
             raise ValueError("an adapter has no bias: make it with bias=False; train= has the model's biases trained")
         check_options(scale, learned_diagonals)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.layers.registry import plain_name
 from lightning_struct.nn.adapters import (
     adapter_state_dict,
@@ -36,6 +37,7 @@ IN_CHECKPOINTS = "adapter_description"
 _DESCRIPTION, _SAFE, _PICKLED = "adapters.json", "adapters.safetensors", "adapters.pt"
 
 
+@checked
 def save_adapters(model: nn.Module, folder: str | Path) -> None:
     """Save the active adapter of a model to a folder, with all that :func:`load_adapters` needs but the base.
 
@@ -126,6 +128,7 @@ def check_base(weights: Mapping[str, Tensor], norms: Mapping[str, float]) -> Non
             )
 
 
+@checked
 def load_adapters(model: Model, folder: str | Path, name: str = "default") -> Model:
     """Add the adapter of a folder to a model, with its weights.
 

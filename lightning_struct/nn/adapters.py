@@ -50,10 +50,10 @@ def add_adapters(
 
     For example::
 
-        model = add_adapters(model, functools.partial(LDRSubdiagonal, rank=1), exclude="head", train="head")
-        optimizer = torch.optim.AdamW(adapter_parameter_groups(model, lr=1e-2))
+        model = add_adapters(model, RandomizedHadamard, learned_diagonals="outputs", train="head")
+        optimizer = torch.optim.Adam(adapter_parameter_groups(model, lr=0.1))
         ...
-        torch.save(adapter_state_dict(model), "adapters.pt")
+        save_adapters(model, "adapters")
         model = merge_adapters(model)
 
     Until it is trained, the model gives the same outputs as before. Linear layers are ``nn.Linear``, layers that were
@@ -93,11 +93,11 @@ def add_adapters(
             is not in the model.
 
     Example:
-        >>> from lightning_struct.nn import LDRSubdiagonal
+        >>> from lightning_struct.nn import RandomizedHadamard
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-        >>> model = add_adapters(model, LDRSubdiagonal, include="0")
+        >>> model = add_adapters(model, RandomizedHadamard, include="0", learned_diagonals="outputs")
         >>> sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        256
+        128
     """
     check_makes_layers(factory)
     if is_from_linear(factory):
@@ -228,6 +228,7 @@ def merge_adapters(model: Model) -> Model:
     return merged
 
 
+@checked
 @contextmanager
 def merged_adapters(model: Model) -> Iterator[Model]:
     """Run a model with the updates of its active adapter in its weights, within a ``with`` statement.
@@ -422,6 +423,7 @@ def adapter_parameter_groups(model: nn.Module, lr: float, operator_factor: float
     return [group for group in groups if group["params"]]
 
 
+@checked
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Run a model without its adapters, as its base, within a ``with`` statement.

@@ -21,7 +21,10 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcess
 # Lightning refuses to fork where tests may have begun to use a GPU.
 START_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
 
-multiprocessing.set_forkserver_preload(["lightning.pytorch", "torch.distributed", "torch._dynamo", "torchmetrics"])
+LIBRARIES = ["lightning.pytorch", "torch.distributed", "torch._dynamo", "torchmetrics", "pytest", "hypothesis"]
+multiprocessing.set_forkserver_preload(
+    [*LIBRARIES, "lightning_struct.optim", "lightning_struct.callbacks", "lightning_struct.models", "tests.cases"]
+)
 
 
 def in_two_processes(work, directory):

@@ -44,42 +44,15 @@ def fit(directory, **processes):
     )
 
 
-@pytest.fixture(scope="module")
-def notes(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("notes")
-    fit(directory)
-    fit(directory, **two_processes())
-    return {name: torch.load(directory / f"{name}.pt") for name in ("1_0", "2_0", "2_1")}
-
-
-pytestmark = pytest.mark.slow
-
-
-def test_weights_are_those_of_one_process(notes):
-    assert (notes["2_0"]["weights"] - notes["1_0"]["weights"]).abs().max() < 1e-9
-
-
-def test_replicas_are_bitwise_equal(notes):
-    assert torch.equal(notes["2_0"]["weights"], notes["2_1"]["weights"])
-
-
-def test_reports_are_those_of_one_process(notes):
-    assert torch.allclose(notes["2_1"]["reports"], notes["1_0"]["reports"], rtol=1e-9, atol=1e-9)
-
-
-def test_batches_grow_as_in_one_process(notes):
-    assert notes["2_0"]["sizes"] == notes["2_1"]["sizes"] == notes["1_0"]["sizes"]
-    assert notes["1_0"]["sizes"][-1] > 11
-
-
-def test_predictions_are_those_of_one_process(notes):
-    assert notes["2_1"]["predictions"] == notes["1_0"]["predictions"]
-
-
-def test_logged_values_are_of_the_whole_batch(notes):
-    of_steps = {name: value for name, value in notes["1_0"]["logged"].items() if name != "val_loss"}
-    assert {name: notes["2_1"]["logged"][name] for name in of_steps} == pytest.approx(of_steps, rel=1e-6)
-
-
-def test_the_best_value_is_the_same_in_all_processes(notes):
-    assert notes["2_0"]["best"] == notes["2_1"]["best"]
+@pytest.mark.slow
+def test_two_processes_do_what_one_does(tmp_path):
+    fit(tmp_path)
+    fit(tmp_path, **two_processes())
+    one, first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("1_0", "2_0", "2_1"))
+    assert (first["weights"] - one["weights"]).abs().max() < 1e-9
+    assert torch.equal(first["weights"], second["weights"]) and first["best"] == second["best"]
+    assert torch.allclose(second["reports"], one["reports"], rtol=1e-9, atol=1e-9)
+    assert first["sizes"] == second["sizes"] == one["sizes"] and one["sizes"][-1] > 11
+    assert second["predictions"] == one["predictions"]
+    of_steps = {name: value for name, value in one["logged"].items() if name != "val_loss"}
+    assert {name: second["logged"][name] for name in of_steps} == pytest.approx(of_steps, rel=1e-6)

@@ -59,23 +59,12 @@ def fit(directory, **options):
     trainer.fit(model, datamodule=data)
 
 
-@pytest.fixture(scope="module")
-def notes(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("notes")
-    fit(directory, devices=1)
-    fit(directory, **two_processes())
-    return {path.stem: torch.load(path) for path in directory.glob("*.pt")}
-
-
-def test_weights_are_those_of_one_process(notes):
-    assert notes["2_0"]["steps"] == notes["1_0"]["steps"] == 22
-    torch.testing.assert_close(notes["2_0"]["weights"], notes["1_0"]["weights"], rtol=0, atol=1e-10)
-
-
-def test_metrics_are_those_of_one_process(notes):
-    for rank in ("2_0", "2_1"):
-        torch.testing.assert_close(notes[rank]["metrics"], notes["1_0"]["metrics"], rtol=1e-5, atol=0)
-
-
-def test_replicas_are_bitwise_equal(notes):
-    assert torch.equal(notes["2_0"]["weights"], notes["2_1"]["weights"])
+def test_weights_and_metrics_are_those_of_one_process(tmp_path):
+    fit(tmp_path, devices=1)
+    fit(tmp_path, **two_processes())
+    one, first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("1_0", "2_0", "2_1"))
+    assert first["steps"] == one["steps"] == 22
+    torch.testing.assert_close(first["weights"], one["weights"], rtol=0, atol=1e-10)
+    assert torch.equal(first["weights"], second["weights"])
+    for process in (first, second):
+        torch.testing.assert_close(process["metrics"], one["metrics"], rtol=1e-5, atol=0)

@@ -23,8 +23,8 @@ from tests.processes import in_two_processes
 pytestmark = pytest.mark.slow
 
 WORLD = 2
-SIZES = ((5, 7), (9, 3), (8, 7), (1, 14), (6, 12))  # of the two shares in five steps; the sum grows
-EVENER = ((5, 7), (7, 5), (8, 9), (8, 12), (4, 20))
+SIZES = ((5, 7), (9, 3), (8, 7), (1, 14))  # of the two shares in four steps
+EVENER = ((5, 7), (7, 5), (8, 9))
 
 
 def network() -> nn.Module:
@@ -121,7 +121,7 @@ def make(scenario: Scenario) -> tuple[nn.Module, SHF]:
 
 
 def train(scenario: Scenario, rank: int | None) -> list[dict[str, Any]]:
-    """Weights and report of each of the five steps."""
+    """Weights and report of each step."""
     module, optimizer = make(scenario)
     if scenario.validation is not None:
         data = draw(sum(scenario.validation), 500, scenario)
@@ -241,63 +241,27 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return in_two_processes(work, tmp_path_factory.mktemp("processes"))
 
 
-@pytest.fixture(scope="module")
-def one_process() -> dict[str, list[dict[str, Any]]]:
-    return {name: train(scenario, None) for name, scenario in SCENARIOS.items()}
-
-
 def test_layers_that_show_nothing_on_one_process_are_asked_on_none_again(processes: list[dict[str, Any]]) -> None:
     assert [of_one["state"]["uncovered"] for of_one in processes] == [True, True]
 
 
-DOUBLE = [name for name, scenario in SCENARIOS.items() if scenario.dtype == torch.float64]
-
-
-@pytest.mark.parametrize("name", DOUBLE)
-def test_weights_are_those_of_one_process_with_the_whole_batch(
-    name: str, processes: list[dict[str, Any]], one_process: dict[str, list[dict[str, Any]]]
-) -> None:
-    for step, expected in zip(processes[0]["steps"][name], one_process[name], strict=True):
-        torch.testing.assert_close(step["weights"], expected["weights"], rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", DOUBLE)
-def test_reports_are_those_of_one_process_with_the_whole_batch(
-    name: str, processes: list[dict[str, Any]], one_process: dict[str, list[dict[str, Any]]]
-) -> None:
-    for step, expected in zip(processes[0]["steps"][name], one_process[name], strict=True):
-        report, whole = dict(step["report"]), dict(expected["report"])
-        assert report.pop("stop_reason") == whole.pop("stop_reason")
-        if SCENARIOS[name].validation is None:
-            assert report.pop("merit") is whole.pop("merit") is None
-        if whole["next_batch_ratio"] is None:
-            assert report.pop("next_batch_ratio") is whole.pop("next_batch_ratio") is None
-        for name_of_none in ("block_losses", "convergence"):
-            assert report.pop(name_of_none) == whole.pop(name_of_none) == {}
-        merits, whole_merits = dict(report.pop("merits")), dict(whole.pop("merits"))
-        assert report == pytest.approx(whole, rel=1e-9)
-        assert merits == pytest.approx(whole_merits, rel=1e-9)
-        assert step["damping"] == pytest.approx(expected["damping"], rel=1e-12)
-
-
-def test_float32_weights_are_those_of_one_process_up_to_rounding(
-    processes: list[dict[str, Any]], one_process: dict[str, list[dict[str, Any]]]
-) -> None:
-    """Krylov methods amplify rounding: a hundred units in the last place are allowed after five steps."""
-    for step, expected in zip(processes[0]["steps"]["float32"], one_process["float32"], strict=True):
-        torch.testing.assert_close(step["weights"], expected["weights"], rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_both_processes_have_bitwise_the_same_weights(name: str, processes: list[dict[str, Any]]) -> None:
-    for mine, other in zip(processes[0]["steps"][name], processes[1]["steps"][name], strict=True):
-        assert torch.equal(mine["weights"], other["weights"])
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_both_processes_report_the_same(name: str, processes: list[dict[str, Any]]) -> None:
-    for mine, other in zip(processes[0]["steps"][name], processes[1]["steps"][name], strict=True):
-        assert (mine["report"], mine["damping"]) == (other["report"], other["damping"])
+def test_steps_are_those_of_one_process_with_the_whole_batch_and_bitwise_alike(
+    name: str, processes: list[dict[str, Any]]
+) -> None:
+    """In float32 a hundred units in the last place are allowed: Krylov methods amplify rounding."""
+    exact = SCENARIOS[name].dtype == torch.float64
+    for step, other, whole in zip(*(of["steps"][name] for of in processes), train(SCENARIOS[name], None), strict=True):
+        assert torch.equal(step["weights"], other["weights"])
+        assert (step["report"], step["damping"]) == (other["report"], other["damping"])
+        torch.testing.assert_close(step["weights"], whole["weights"], rtol=0, atol=1e-9 if exact else 1e-5)
+        for field, value in whole["report"].items() if exact else ():
+            is_number = isinstance(value, (int, float))
+            if field == "merits":
+                assert dict(step["report"][field]) == pytest.approx(dict(value), rel=1e-9)
+            else:
+                assert step["report"][field] == (pytest.approx(value, rel=1e-9) if is_number else value), field
+        assert not exact or step["damping"] == pytest.approx(whole["damping"], rel=1e-12)
 
 
 @pytest.mark.parametrize(("fewer", "more"), [(4, 5), (5, 7)])

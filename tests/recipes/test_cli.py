@@ -132,7 +132,7 @@ def test_options_win_over_those_of_a_trial_which_says_that_it_is_one(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["usps_autoencoder", "mnist_fnn", "imdb_lstm", "poisson_pinn"])
+@pytest.mark.parametrize("recipe", ["usps_autoencoder", "imdb_lstm"])
 def test_trial_learns_and_ends_within_a_minute_of_one_core(recipe, capsys):
     began = time.process_time()
     importlib.import_module(f"lightning_struct.recipes.{recipe}").main(["fit", "--quick"])
@@ -145,7 +145,6 @@ def test_trial_learns_and_ends_within_a_minute_of_one_core(recipe, capsys):
 RARE_VALIDATIONS = ("--trainer.max_epochs=-1", "--trainer.check_val_every_n_epoch=4", "--trainer.limit_test_batches=0")
 
 
-@pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize(("steps", "best"), [(3, "none was kept"), (9, "checkpoints/epoch=3-step=8.ckpt")])
 def test_fit_that_ends_between_two_validations_leaves_its_last_checkpoint(steps, best, conf, capsys):
     cli = main(["fit", "--config", conf("adam"), f"--trainer.max_steps={steps}", *RARE_VALIDATIONS])
@@ -157,7 +156,6 @@ def test_fit_that_ends_between_two_validations_leaves_its_last_checkpoint(steps,
     assert f"{best}\n" in printed and (f"last checkpoint  {last}\n" in printed) == (steps == 3)
 
 
-@pytest.mark.usefixtures("without_pictures")
 def test_last_checkpoint_has_the_last_weights_where_the_best_are_put_back(conf):
     stopping = [
         "--trainer.callbacks+=lightning_struct.callbacks.ValidationMeritStopping",
@@ -170,7 +168,6 @@ def test_last_checkpoint_has_the_last_weights_where_the_best_are_put_back(conf):
     assert torch.equal(value, best["state_dict"][name]) and not torch.equal(value, last["state_dict"][name])
 
 
-@pytest.mark.usefixtures("without_pictures")
 def test_fit_goes_on_from_a_last_checkpoint_between_two_validations(conf):
     whole = main(["fit", "--config", conf("adam"), *RARE_VALIDATIONS, "--trainer.max_epochs=5"])
     main(["fit", "--config", conf("adam"), *RARE_VALIDATIONS, "--trainer.max_epochs=3"])
@@ -249,7 +246,6 @@ def test_misconfiguration_propagates_from_main(conf, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_pictures")
 def test_shf_grows_its_batch_and_lowers_its_damping(conf):
     cli = main(["fit", "--config", conf("shf"), "--trainer.max_epochs=3"])
     (curves,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, TrainingCurves))
@@ -257,7 +253,6 @@ def test_shf_grows_its_batch_and_lowers_its_damping(conf):
     assert sizes[0] == 12 < sizes[-1] <= 40 and dampings[0] == 1.0 > dampings[-1]
 
 
-@pytest.mark.usefixtures("without_pictures")
 def test_runs_without_a_logger_have_folders_of_their_own(conf, capsys):
     options = ["--trainer.logger=false", "--trainer.max_epochs=1", "--trainer.limit_test_batches=0"]
     elsewhere = ["--trainer.default_root_dir=elsewhere"]

@@ -35,7 +35,6 @@ class Unsolved(DifferentialEquation):
         return u(points) - 1
 
 
-@pytest.mark.usefixtures("without_pictures")
 def test_fit_of_an_equation_without_a_known_solution_reports_the_loss(capsys):
     run("poisson_pinn", "fit", "--config", "adam", f"--data.equation={__name__}.Unsolved", "--trainer.max_epochs=1")
     printed = capsys.readouterr().out

@@ -14,8 +14,6 @@ from lightning_struct.optim import RLS, LowRankP
 from lightning_struct.recipes.catalogue import config_directory, config_names, default_config
 from tests.recipes.little import SHIPPED, SMALL, run
 
-pytestmark = pytest.mark.usefixtures("without_pictures")  # test_cli.py looks at those
-
 AUTOENCODERS, CLASSIFIERS = ("curves_autoencoder", "mnist_autoencoder", "usps_autoencoder"), ("mnist_fnn", "cifar_cnn")
 WAYS = {
     **{name: {"shf", "adam", "hf", "kronecker"} for name in AUTOENCODERS},
@@ -57,18 +55,17 @@ PARAMETERS = {
 LAYERS = {"structured_image": ("hidden", "output"), "structured_conv": ("first", "hidden")}
 
 
-def fast(name, way):
-    """A test of its own, or none: pruned and compress_network need more than two steps."""
-    slow = name in PARAMETERS and way != "ldr_sd"
-    return pytest.param(name, way, marks=pytest.mark.slow if slow else [])
+TRAINED = {  # the others differ from these in their layers alone
+    "structured_image": ("ldr_sd", "lenet_unstructured"),
+    "structured_conv": ("ldr_sd_channels", "convolution_pool"),
+    "wikitext_lstm": ("ldr_sd",),
+    "compress_network": (),  # needs more than two steps
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [fast(*case) for case in SHIPPED if case[0] != "compress_network" and case[1] != "pruned"]
-)
+@pytest.mark.parametrize(("name", "way"), [case for case in SHIPPED if case[1] in TRAINED.get(case[0], case)])
 def test_shipped_way_of_training_runs(name, way):
-    small = SMALL.get(name, []) if name != "wikitext_lstm" else []
-    cli = run(name, "fit", "--config", way, *small, "--trainer.fast_dev_run=2")
+    cli = run(name, "fit", "--config", way, *SMALL.get(name, []), "--trainer.fast_dev_run=2")
     assert cli.trainer.global_step == 2
     if name in CLASSIFIERS and way in PAPER:
         loss, momentum, l1 = PAPER[way]
@@ -89,6 +86,18 @@ def test_every_task_has_the_ways_of_training_that_are_compared():
         assert ways <= set(config_names(name))
     for name, ways in PARAMETERS.items():
         assert set(ways) == set(config_names(name)) - {"pruned"}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_ways_with_other_layers_are_alike_in_all_else(name):
+    def rest(way):
+        config = yaml.safe_load((config_directory(name) / f"{way}.yaml").read_text())
+        model, trainer = config["model"]["init_args"], config["trainer"]
+        del model["layer" if name == "wikitext_lstm" else "network"], model["optimizer"]["init_args"]["lr"]
+        trainer["callbacks"] = [each for each in trainer["callbacks"] if "OperatorMonitor" not in each["class_path"]]
+        return config
+
+    assert all(rest(way) == rest("ldr_sd") for way in config_names(name))
 
 
 @pytest.mark.parametrize("name", EQUATIONS)

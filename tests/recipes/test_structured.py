@@ -11,8 +11,6 @@ from lightning_struct.models import CharacterTransformer, Classifier, LanguageMo
 from lightning_struct.nn import PrunedLinear, StructuredLinear
 from tests.recipes.little import QUIET, SMALL, run
 
-pytestmark = pytest.mark.usefixtures("without_pictures")
-
 
 def image(subcommand, way, *arguments):
     return run("structured_image", subcommand, "--config", way, *arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 
 import pytest
 import torch
@@ -14,10 +13,7 @@ from lightning_struct import AdapterCheckpoint, ValidationMeritStopping
 from lightning_struct.nn import LDRSubdiagonal, adapter_state_dict, add_adapters, load_adapter_state_dict, load_adapters
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
-
-@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
-def pl(request):
-    return import_module(request.param)
+both_names = pytest.mark.parametrize("pl", ["lightning.pytorch", "pytorch_lightning"], indirect=True)
 
 
 def module(pl, base=0, adapted=True):
@@ -77,6 +73,7 @@ def stopped(pl, tmp_path):
     return model, tmp_path / "whole.ckpt"
 
 
+@both_names
 def test_checkpoint_has_the_adapters_and_not_the_base(pl, stopped):
     model, path = stopped
     checkpoint = torch.load(path, weights_only=False)
@@ -121,6 +118,7 @@ def test_weights_alone_are_the_adapters_too(pl, tmp_path):
     assert torch.load(tmp_path / "weights.ckpt")["state_dict"].keys() == adapter_state_dict(model).keys()
 
 
+@both_names
 def test_resumed_run_goes_on_as_if_it_had_not_stopped(pl, stopped):
     straight, resumed = module(pl), module(pl)
     resumed.load_state_dict(straight.state_dict())
@@ -205,6 +203,7 @@ def test_fit_without_adapters_is_an_error(pl):
         trainer(pl, 1).fit(module(pl, adapted=False), loader())
 
 
+@both_names
 @pytest.mark.parametrize("first", [0, 1])
 def test_best_weights_are_kept_and_put_back_without_the_base(pl, tmp_path, first):
     def fit_and_put_back(epochs, path=None):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 
 import pytest
 import torch
@@ -13,22 +12,19 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_struct import AdapterCheckpoint, Compression
 from lightning_struct.nn import ToeplitzLike, add_adapters, apply_structure, layer_structure
 
-
-@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
-def pl(request):
-    return import_module(request.param)
+pytestmark = pytest.mark.parametrize("pl", ["lightning.pytorch", "pytorch_lightning"], indirect=True)
 
 
-@pytest.fixture(params=["adapters first", "compression first"])
-def trainer(request, pl):
-    """Makes a Trainer with both callbacks, for a number of epochs."""
+@pytest.fixture
+def trainer(pl):
+    """Makes a Trainer with both callbacks, in one order in each namespace, for a number of epochs."""
 
     def make(epochs, include=("net.2",), budget=0.7):
         both = [AdapterCheckpoint(), Compression(budget, epoch=1, samples=16, include=include)]
         return pl.Trainer(
             accelerator="cpu",
             max_epochs=epochs,
-            callbacks=both if request.param == "adapters first" else both[::-1],
+            callbacks=both if pl.__name__ == "pytorch_lightning" else both[::-1],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from importlib import import_module
 
 import pytest
 import torch
@@ -22,10 +21,7 @@ from lightning_struct.data import DrawLoader, IndependentDraws
 from lightning_struct.nn import StructuredLinear, apply_structure
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
-
-@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
-def pl(request):
-    return import_module(request.param)
+both_names = pytest.mark.parametrize("pl", ["lightning.pytorch", "pytorch_lightning"], indirect=True)
 
 
 def module(pl):
@@ -73,6 +69,7 @@ def fit(pl, folder, epochs, path=None, callback=None):
     return trainer, model
 
 
+@both_names
 def test_module_is_compressed_at_its_epoch_and_trained_on(pl, tmp_path):
     trainer, model = fit(pl, tmp_path, 3)
     whole = size(module(pl))
@@ -85,6 +82,7 @@ def test_module_is_compressed_at_its_epoch_and_trained_on(pl, tmp_path):
     assert any(isinstance(layer, StructuredLinear) for layer in again.modules())
 
 
+@both_names
 def test_resumed_run_is_the_uninterrupted_one(pl, tmp_path):
     whole, expected = fit(pl, tmp_path / "whole", 3)
     stopped, _ = fit(pl, tmp_path / "stopped", 2)

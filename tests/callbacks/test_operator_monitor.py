@@ -92,6 +92,7 @@ def test_sharded_weights_are_refused():
         OperatorMonitor().on_fit_start(trainer, Network(LowRank(16, 12, 2)))
 
 
+@pytest.mark.usefixtures("pictures")
 def test_pictures_are_written_at_the_end(tmp_path):
     monitor = OperatorMonitor()
     trainer = fit(tmp_path, LDRSubdiagonal(16, 12), monitor)

@@ -74,6 +74,7 @@ class AugmentedInTraining(Darken):
         return [1 - images for images in batch] if self.trainer.training else batch
 
 
+@pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize(
     ("module", "validation", "images"),
     [

@@ -92,6 +92,7 @@ def test_files_are_written_beside_those_of_a_logger_in_the_home_directory(tmp_pa
     assert not (tmp_path / "~").exists()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("callback", [TrainingCurves, OperatorMonitor, ReconstructionPlot, SolutionPlot])
 @pytest.mark.parametrize("folder", ["file", "file/below"])
 def test_a_folder_that_cannot_be_written_to_is_found_before_training(tmp_path, callback, folder):
@@ -322,6 +323,7 @@ def test_a_plot_without_records_is_refused():
         TrainingCurves().plot()
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_clock_runs_in_training_alone_and_both_files_are_written(tmp_path):
     curves = TrainingCurves(every_n_steps=3)
     fit(tmp_path, curves, Descent(("train_loss", "unheard_of", "val_loss")))

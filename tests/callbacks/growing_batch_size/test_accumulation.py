@@ -76,6 +76,7 @@ def test_steps_of_less_than_a_batch_are_said_to_be_impossible(tmp_path):
         fit(tmp_path, loader(40), module=Plain(), growing=growing)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("batch_size, limit", [(10, None), (10, 3), (8, None), (50, None)])
 def test_the_last_batch_of_a_stream_that_accumulates_counts_as_it_is(tmp_path, batch_size, limit, workers):

@@ -108,8 +108,7 @@ def nan_at(*steps):
     return lambda step: float("nan") if step in steps else None
 
 
-@pytest.mark.parametrize("module", [Regressor, Manual])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("module", "value"), [(Regressor, float("nan")), (Manual, float("inf"))])
 def test_a_gradient_that_is_no_number_is_named_with_its_batch_and_the_training_goes_on(tmp_path, module, value):
     poisoned, callback = module(lambda step: value if step >= 5 else None), growing()
     message = r"The gradient of batch 5 in epoch 0 is NaN or infinite.* Trainer\(detect_anomaly=True\)"
@@ -145,8 +144,7 @@ class DropsInHooks(Regressor):
             parameter.register_hook(torch.nan_to_num)
 
 
-@pytest.mark.parametrize("estimator", ["layers", "parts"])
-@pytest.mark.parametrize("module", [DropsBefore, DropsInHooks])
+@pytest.mark.parametrize(("module", "estimator"), [(DropsBefore, "parts"), (DropsInHooks, "layers")])
 @pytest.mark.filterwarnings("ignore:The gradient of batch .* is NaN or infinite")
 @pytest.mark.filterwarnings("ignore:GrowingBatchSize leaves")
 def test_a_project_that_mends_such_gradients_trains_and_grows(tmp_path, module, estimator):
@@ -199,8 +197,9 @@ def given_up(tmp_path, module, **options):
     return text
 
 
-@pytest.mark.parametrize("estimator", ["auto", "layers"])
-@pytest.mark.parametrize("module, reason", [(Jagged, "ValueError"), (Scripted, "ScriptModules")])
+@pytest.mark.parametrize(
+    ("module", "reason", "estimator"), [(Jagged, "ValueError", "auto"), (Scripted, "ScriptModules", "layers")]
+)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_layers_that_cannot_be_measured_leave_the_size_as_it_is(tmp_path, module, reason, estimator):
@@ -249,8 +248,7 @@ class Changing(Manual):
         self.zero_grad()
 
 
-@pytest.mark.parametrize("numbers", [(1, 2, 2), (1, 2, 1)])
-@pytest.mark.parametrize("theta", [None, 0.02])
+@pytest.mark.parametrize(("numbers", "theta"), [((1, 2, 2), 0.02), ((1, 2, 1), None)])
 def test_optimizers_may_come_and_go(tmp_path, numbers, theta):
     module, callback = Changing(*numbers), growing(theta=theta)
     trainer_for(tmp_path, callback).fit(module, DataLoader(regression(), batch_size=4))
@@ -602,8 +600,16 @@ def whole(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("step", [2, 9])
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("drop_last", 9),
+        ("batch sampler", 2),
+        ("stream with workers", 9),
+        ("two loaders, the shorter ends", 9),
+        ("two loaders, the longer ends", 2),
+    ],
+)
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, whole, name, step):
     directory, trainer, uninterrupted, callback = whole(name)
     again, resumed, growing_again = train(

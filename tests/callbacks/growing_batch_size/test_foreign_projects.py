@@ -313,6 +313,7 @@ FORMS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("mode", ["batch", "accumulate"])
 def test_samples_are_counted_in_batches_of_any_form(tmp_path, form, mode):

@@ -342,8 +342,9 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "interval"), [("linear", "step"), ("cosine", "epoch"), ("step", "step"), ("warm-up", "epoch")]
+)
 def test_when_its_schedule_has_halved_the_rate_the_batch_doubles_and_the_rate_has_fallen_by_the_root(
     tmp_path, shape, interval
 ):
@@ -427,8 +428,7 @@ def test_a_schedule_ends_where_it_does_without_the_callback(tmp_path, case):
     assert reached == planned and (fewer < most or case == "growth by accumulation")
 
 
-@pytest.mark.parametrize("limits", [{}, {"max_steps": 14}])
-@pytest.mark.parametrize("frequency", [1, 2])
+@pytest.mark.parametrize(("limits", "frequency"), [({}, 2), ({"max_steps": 14}, 1)])
 def test_a_schedule_follows_an_accumulation_that_is_scheduled(tmp_path, limits, frequency):
     def places(sizes):
         callbacks = [GradientAccumulationScheduler({1: 2, 2: 4})]
@@ -532,7 +532,7 @@ def whole(request, tmp_path_factory):
     return request.param, directory, run(directory, request.param)
 
 
-@pytest.mark.parametrize("step", [2, 6, 8])
+@pytest.mark.parametrize("step", [2, 8])
 def test_a_resumed_run_goes_on_at_the_same_rate(tmp_path, whole, step):
     way, directory, through = whole
     resumed = run(tmp_path, way, directory / f"step={step}.ckpt")

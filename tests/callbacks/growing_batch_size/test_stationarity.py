@@ -62,7 +62,7 @@ def sizes(callback):
 @pytest.mark.parametrize("optimizer", [{"rate": 0.01, "momentum": 0.9}, {"rate": 0.02, "optimizer": torch.optim.Adam}])
 def test_the_batch_grows_where_noise_undoes_the_descent(tmp_path, optimizer):
     callback = every_fourth()
-    fit(tmp_path, Regression(start=1.0, **optimizer), callback, max_steps=500)
+    fit(tmp_path, Regression(start=1.0, **optimizer), callback, max_steps=SHORTEST + 60)
     assert callback.records[-1]["batch_size"] == 16
 
 
@@ -78,25 +78,23 @@ def test_growth_that_enlarges_the_gradient_is_taken_back(tmp_path):
     assert max(sizes(callback)) == 16 and sizes(callback)[-1] == 8
 
 
-@pytest.mark.parametrize("is_resumed", [True, False], ids=["resumed", "in another fit"])
 @pytest.mark.filterwarnings("ignore:The loss has grown with the batch")
-def test_growth_that_was_taken_back_is_not_tried_again(tmp_path, is_resumed):
-    module, callback = SummedRegression(0.05 / 8, start=1.0), every_fourth()
+def test_growth_that_was_taken_back_is_not_tried_again(tmp_path):
+    module, callback, resumed = SummedRegression(0.05 / 8, start=1.0), every_fourth(), every_fourth()
     trainer = fit(tmp_path, module, callback, max_steps=500)
-    if is_resumed:
-        trainer.save_checkpoint(tmp_path / "500.ckpt")
-        module, callback = SummedRegression(0.05 / 8, start=1.0), every_fourth()
-        fit(tmp_path, module, callback, max_steps=800, ckpt_path=tmp_path / "500.ckpt")
-    else:
-        trainer.fit_loop.epoch_loop.max_steps = 800
-        trainer.fit(module, data())
-    assert 16 in sizes(callback) and set(sizes(callback)[-75:]) == {8}  # of the last 300 steps
+    trainer.save_checkpoint(tmp_path / "500.ckpt")
+    trainer.fit_loop.epoch_loop.max_steps = 800
+    trainer.fit(module, data())
+    module = SummedRegression(0.05 / 8, start=1.0)
+    fit(tmp_path, module, resumed, max_steps=800, ckpt_path=tmp_path / "500.ckpt")
+    for run in (callback, resumed):
+        assert 16 in sizes(run) and set(sizes(run)[-75:]) == {8}  # of the last 300 steps
 
 
 @pytest.mark.parametrize("optimizer", [{"rate": 1e-5, "momentum": 0.9}, {"rate": 1e-4, "optimizer": torch.optim.Adam}])
 def test_the_batch_stays_while_steps_descend(tmp_path, optimizer):
     callback = every_fourth()
-    fit(tmp_path, Regression(start=3.0, **optimizer), callback, max_steps=500)
+    fit(tmp_path, Regression(start=3.0, **optimizer), callback, max_steps=SHORTEST + 60)
     assert set(sizes(callback)) == {8}
 
 

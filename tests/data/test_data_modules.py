@@ -98,6 +98,7 @@ def test_a_set_up_without_the_download_says_what_downloads(name, tmp_path):
     assert "allow the download" not in str(error.value)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [0, -5])
 @pytest.mark.parametrize("part", ["train_size", "val_size", "test_size"])
 @pytest.mark.parametrize("name", DOWNLOADED)

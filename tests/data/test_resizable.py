@@ -365,6 +365,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("loader", list(LOADERS))
 @pytest.mark.parametrize("read", [1, 3])
 def test_a_resumed_pass_goes_on_at_the_very_next_sample(loader, read):

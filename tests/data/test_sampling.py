@@ -212,6 +212,7 @@ def test_trainer_makes_new_draws_in_each_epoch(dataset, tmp_path):
     assert batches_of_a_fit(dataset, tmp_path) == list(IndependentDraws(dataset, 6, 12))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "limits",
     [{"max_epochs": 3}, {"max_steps": 12}, {"max_epochs": 6, "limit_train_batches": 2}],

@@ -241,6 +241,7 @@ def test_learning_rate_monitor_finds_the_groups(tmp_path):
     assert {name: rates[-1] for name, rates in monitor.lrs.items()} == {"lr-RLS/pg1": 1.0, "lr-RLS/pg2": 1e-2}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("network", [AutomaticNetwork, ManualNetwork])
 @pytest.mark.parametrize("stop", [4, 6])
 def test_a_resumed_run_is_bitwise_that_without_a_break(network, stop, tmp_path):

@@ -441,15 +441,14 @@ def timeless(report):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
-@pytest.mark.parametrize("limits", [{"max_epochs": 5}, {"max_steps": 25, "max_epochs": -1}], ids=["epochs", "steps"])
 @pytest.mark.parametrize(
-    ("checkpointing", "step"),
+    ("checkpointing", "step", "limits"),
     [
-        ({"every_n_train_steps": 3}, 3),
-        ({"every_n_train_steps": 13}, 13),
-        ({"every_n_train_steps": 15}, 15),
-        ({"every_n_epochs": 1, "save_on_train_epoch_end": False}, 15),
-        ({"every_n_epochs": 1, "save_on_train_epoch_end": True}, 15),
+        ({"every_n_train_steps": 3}, 3, {"max_epochs": 5}),
+        ({"every_n_train_steps": 13}, 13, {"max_steps": 25, "max_epochs": -1}),
+        ({"every_n_train_steps": 15}, 15, {"max_epochs": 5}),
+        ({"every_n_epochs": 1, "save_on_train_epoch_end": False}, 15, {"max_epochs": 5}),
+        ({"every_n_epochs": 1, "save_on_train_epoch_end": True}, 15, {"max_steps": 25, "max_epochs": -1}),
     ],
     ids=["before growth", "within an epoch", "between batch and validation", "after validation", "after the epoch"],
 )

@@ -72,6 +72,7 @@ def test_training_loss_is_an_average_over_samples(samples, loss):
     assert torch.allclose(model.training_step((inputs, labels), 0), expected_loss(model(inputs), labels, loss))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("evaluate", "stage"), [("validate", "val"), ("test", "test")])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_logged_are_averages_over_samples_though_the_last_batch_is_smaller(tmp_path, samples, loss, evaluate, stage):
@@ -126,6 +127,7 @@ def test_labels_that_the_squared_error_would_broadcast_are_refused(samples, kind
         model.training_step((inputs, labels[:, None]), 0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("labels", [[0, 3], [-1, 0]])
 @pytest.mark.parametrize("loss", ["cross_entropy", "mse"])
 def test_labels_that_are_no_classes_are_named_before_training(tmp_path, loss, labels):
@@ -192,6 +194,7 @@ def test_rls_trains_it(tmp_path, samples, loss, optimizer):
     assert run.callback_metrics["val_accuracy"].item() == 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("preconditioner", ["diagonal", "kronecker"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_shf_trains_it(tmp_path, samples, loss, preconditioner):

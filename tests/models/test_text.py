@@ -33,6 +33,7 @@ def samples():
     return TensorDataset(words.where(torch.arange(6) < lengths, 0), labels)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cell", ["lstm", "rnn"])
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_outputs_are_those_of_each_text_alone_after_its_last_word(cell, num_layers):

@@ -261,10 +261,8 @@ def test_operators_start_as_shifts_and_corners_are_trained_or_absent(cls):
 @pytest.mark.parametrize("cls", CLASSES)
 def test_member_of_the_class_is_found_again(cls):
     torch.manual_seed(0)
-    for sizes in ((5, 5), (4, 6)):
-        weight = randomised(cls(*sizes, dtype=torch.float64), 0.05).to_dense().detach()
-        layer = cls.from_linear(linear_of(weight), 1)
-        assert layer.approximation_error < 1e-3, sizes
+    weight = randomised(cls(4, 6, dtype=torch.float64), 0.05).to_dense().detach()
+    assert cls.from_linear(linear_of(weight), 1).approximation_error < 1e-3
 
 
 @pytest.mark.parametrize("cls", CLASSES)

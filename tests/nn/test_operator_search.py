@@ -41,6 +41,7 @@ def test_members_of_ldr_sd_are_found_by_least_squares_alone(n, corner, rank):
     assert found.approximation_error < 1e-9
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("n", [32, 256])
 @pytest.mark.parametrize(("name", "rank"), [("LegT", 2), ("LagT", 1)])

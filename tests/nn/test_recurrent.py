@@ -42,6 +42,7 @@ def dense_weights_of(lstm, ours):
                     layer.bias.copy_(part)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("gates", ["separate", "joint"])
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])

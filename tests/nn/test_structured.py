@@ -88,6 +88,7 @@ def test_gradients_have_the_strides_of_their_parameters(name, sizes):
 METHODS = {method: partial(LDRSubdiagonal, rank=2, method=method) for method in LDRSubdiagonal.methods}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", [*NAMES, *METHODS])
 def test_several_gradients_at_once_are_those_one_after_the_other(name, training):

@@ -26,6 +26,7 @@ from tests.nn.layers import CLASSES, FACTORIES, NAMES
 from tests.processes import in_two_processes
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activations_are_checkpointed(name, use_reentrant):

@@ -70,6 +70,7 @@ def growing():
     return GrowingBatchSize(32, theta=0.5, estimator=estimator, validation=rule)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mixins", [(), (SHFOptimization,)], ids=["automatic", "SHF"])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_batches_and_weights_are_the_same_in_both(loader, mixins):

@@ -76,6 +76,7 @@ def test_products_equal_the_dense_jacobian(kind: type[nn.RNNBase], options: dict
     check_products(reader(kind, **options), gaussian(2, 3, 3, seed=1))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("frozen", ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"])
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 def test_frozen_weights_of_a_layer_are_constants(kind: type[nn.RNNBase], frozen: str) -> None:

@@ -201,6 +201,7 @@ def test_an_object_that_lacks_methods_is_refused_with_their_names() -> None:
         get_loss(Partial())  # type: ignore[arg-type]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["value", "residual"])
 @pytest.mark.parametrize(
     ("loss", "shape", "targets", "message"),

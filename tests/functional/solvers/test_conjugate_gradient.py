@@ -137,6 +137,7 @@ def test_a_true_value_of_the_callback_ends_the_solve_with_the_iterate_that_it_sa
     assert torch.equal(result.x, seen[-1]) and all(map(torch.equal, seen, copies))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("started", [False, True], ids=["from_zero", "from_x0"])
 @pytest.mark.parametrize("condition", [10.0, 1e4])

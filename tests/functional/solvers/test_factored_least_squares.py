@@ -10,6 +10,7 @@ from tests.cases import gaussian
 SHAPES = {"tall": (12, 5), "wide": (5, 12), "square": (6, 6)}
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("damping", [10.0, 0.1, 1e-3])
 @pytest.mark.parametrize("factorisation", [FactoredLeastSquares, GramLeastSquares])

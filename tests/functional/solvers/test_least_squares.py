@@ -51,6 +51,7 @@ class Identity:
 # --- against SciPy, iterate by iterate -------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("iterations", [1, 3, 5])
@@ -74,6 +75,7 @@ def test_iterates_and_norms_are_those_of_scipy(
 # --- the first product with the transpose ----------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("preconditioner", [None, gaussian(5, seed=4).abs() + 0.2, Triangular(triangular(5, seed=5))])
 @pytest.mark.parametrize("started", [False, True], ids=["from_zero", "from_x0"])
@@ -102,6 +104,7 @@ def test_a_known_gradient_saves_the_first_product_with_the_transpose(
 # --- against dense solves --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("center", ["start", "origin", "vector"])
@@ -127,6 +130,7 @@ def test_solution_is_that_of_the_dense_damped_problem(
     torch.testing.assert_close(result.x, dense_solution(matrix, b, 0.8, point, weight), rtol=0, atol=1e-10)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("center", ["start", "origin", "vector"])
 @pytest.mark.parametrize("space", ["y", "x"])
@@ -177,6 +181,7 @@ def test_vectors_may_be_dicts_whose_keys_come_in_any_order(solver: Solver) -> No
     torch.testing.assert_close(result.x, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scaled", [False, True])
@@ -298,6 +303,7 @@ def test_a_float32_problem_is_solved_in_float32(solver: Solver) -> None:
     torch.testing.assert_close(result.x, dense_solution(matrix.double(), b.double(), 0.5).float(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e25])
 @pytest.mark.parametrize("scales_matrix", [False, True])
@@ -347,6 +353,7 @@ def test_rows_on_several_processes_give_the_solve_of_all_rows(solver: Solver, ce
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("place", ["matvec", "rmatvec", "b"])
@@ -362,6 +369,7 @@ def test_nan_or_infinity_is_an_error(solver: Solver, bad: float, place: str) -> 
         )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -387,6 +395,7 @@ def test_an_option_out_of_range_is_named(solver: Solver, options: dict[str, Any]
         solver(*operators(gaussian(6, 4, seed=0)), gaussian(6, seed=1), **options)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize(
     ("b", "x0", "product", "error", "message"),
@@ -405,6 +414,7 @@ def test_a_vector_of_another_structure_is_refused_before_it_is_broadcast(
         solver(product, lambda u: u, b, x0=x0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float16, torch.bfloat16], ids=str)
 def test_other_numbers_than_float32_and_float64_are_refused(solver: Solver, dtype: torch.dtype) -> None:

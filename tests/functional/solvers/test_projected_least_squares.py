@@ -16,6 +16,7 @@ def project(jacobian: Tensor, b: Tensor, steps: int, method: str = "lsqr", **opt
     return ProjectedLeastSquares(jacobian.matmul, jacobian.mT.matmul, b, steps, method=method, **options)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("damping", [3.0, 0.1])
 @pytest.mark.parametrize(("method", "solver"), [("lsmr", lsmr), ("lsqr", lsqr)])

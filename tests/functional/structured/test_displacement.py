@@ -174,6 +174,7 @@ def test_first_and_second_derivatives(kind, method):
     assert torch.autograd.gradgradcheck(product, (*of_a, *of_b, *generators))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["shift", "subdiagonal", "tridiagonal", "diagonal", "dense"])
 @pytest.mark.parametrize("method", ["auto", "krylov"])
 def test_half_precision_is_computed_in_float32(kind, method):

@@ -285,6 +285,7 @@ def test_operators_of_wrong_shapes_and_dtypes_are_refused(position, name):
         subdiagonal_matmul(*inputs)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("method", ["dense", "tree"])
 @pytest.mark.parametrize("corner", [0.0, 1.0])
 @pytest.mark.parametrize("growth", [0.09, -0.09])

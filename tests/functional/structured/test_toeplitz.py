@@ -55,6 +55,7 @@ def test_it_is_the_definition(dtype, tolerance):
             torch.testing.assert_close(toeplitz_like_to_dense(G, H, f, g), matrix, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("n", [256, 320, 1000])
 @pytest.mark.parametrize("rank, rows", [(1, 1), (1, 5), (3, 2), (3, 20), (3, 50), (17, 2)])
 def test_the_prepared_matrix_takes_few_rows_and_many(n, rank, rows):

@@ -280,6 +280,7 @@ def test_a_cell_along_sequences_is_trained_as_the_layer(cell, layer, bias):
         torch.testing.assert_close(parameter, getattr(whole.layer, f"{name}_l0"), rtol=0, atol=1e-12)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("start", "between", "length"),
     [("none", "none", 6), ("zeros", "none", 6), ("weights", "none", 6), ("none", "masked", 6), ("none", "detach", 6)],

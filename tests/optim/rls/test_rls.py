@@ -383,6 +383,7 @@ def test_too_little_memory_is_an_error_that_names_layers_and_remedies(monkeypatc
 FORMS = [{}, {"form": "rank1"}, {"forgetting": 0.99}, {"form": "low_rank"}]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", FORMS, ids=str)
 def test_resumed_training_is_bitwise_that_without_a_break(options, dtype):

@@ -58,6 +58,7 @@ def of_recorder(model, inputs):
     return norms.squared_norms
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("reads", ["xxx", "xkk", "xkv", "kxx"])
@@ -68,6 +69,7 @@ def test_norms_are_those_of_per_sample_autograd(reads, bias, batch_first, need_w
     torch.testing.assert_close(of_recorder(model, inputs), of_autograd(model, inputs), rtol=1e-10, atol=0)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("attn_mask", [None, "causal", "biases"])
@@ -115,6 +117,7 @@ def test_parameters_that_are_unfrozen_while_they_are_watched_count():
     torch.testing.assert_close(norms.squared_norms, of_autograd(model, inputs), rtol=1e-10, atol=0)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("reads", ["xxx", "xkv"])
 @pytest.mark.parametrize(

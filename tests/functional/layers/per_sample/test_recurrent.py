@@ -74,6 +74,7 @@ def alone(layer: nn.RNNBase, inputs: Tensor, state: Any, sample: int) -> tuple[A
     return inputs, tuple(s[:, one] for s in state) if isinstance(state, tuple) else state[:, one]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("with_state", [False, True], ids=["", "state"])
 @pytest.mark.parametrize(
     "options",
@@ -105,6 +106,7 @@ def test_outputs_may_get_no_gradient(kind: str, which: list[int]) -> None:
     assert_shares(layer, measured(layer, inputs, which=which), losses)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("with_state", [False, True], ids=["", "state"])
 @pytest.mark.parametrize("enforce_sorted", [False, True], ids=["unsorted", "sorted"])
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -123,6 +125,7 @@ def test_packed_sequences_keep_their_order(kind: str, enforce_sorted: bool, with
     assert_shares(layer, contributions, losses)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"bidirectional": True, "bias": False}], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])

@@ -141,6 +141,7 @@ def test_the_shares_of_a_layer_with_a_rule(case: str) -> None:
     assert_shares_are_right(layer, inputs)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", ["linear", "conv2d", "layer_norm", "batch_norm2d", "conv_transpose2d"])
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 def test_frozen_parameters_have_no_shares(case: str, frozen: str) -> None:

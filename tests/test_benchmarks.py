@@ -229,24 +229,6 @@ def test_of_several_ways_of_a_kind_the_best_of_those_with_most_seeds_is_drawn() 
     ]
 
 
-def test_a_diverged_way_does_not_squeeze_the_losses_of_the_others() -> None:
-    losses = {"η = 10": [3e4, 4e8], "η = 1": [0.4, 0.3], "η = 0.1": [0.5, 0.45]}
-    shown, far = import_module("rls").shown_and_far(losses)
-    assert (shown, far) == ((0.3, 0.5), {"η = 10": [3e4, 4e8]})
-
-
-def test_losses_that_do_not_diverge_are_all_shown() -> None:
-    assert import_module("rls").shown_and_far({"η = 10": [3.0, 0.3], "η = 1": [0.4, 0.2]}) == ((0.2, 3.0), {})
-
-
-def test_the_legend_of_the_growing_batch_names_tasks_with_fewer_seeds() -> None:
-    module = import_module("growing_batch_size")
-    runs = [{"task": "mnist", "way": module.DEFAULT, "seed": seed} for seed in (0, 1)]
-    runs += [{"task": "autoencoder", "way": module.DEFAULT, "seed": 0}, {"task": "imdb", "way": "other", "seed": 5}]
-    words = module.explain_curves(runs)
-    assert "medians of seeds 0, 1, " in words and words.endswith("; autoencoder of digits, Adam: seed 0")
-
-
 def test_figures_of_the_paper_are_found_by_class_rank_and_data() -> None:
     tables = import_module("paper_tables")
     assert tables.paper_accuracy(("ldr_sd", 1), "noise", "shl") == 78.80
@@ -264,18 +246,6 @@ def test_a_script_measures_and_prints_its_table(
     found = module.table(False, [1], options)
     assert list(found) == [(64, 1, 1)] and found[64, 1, 1] > 0
     assert "| n | batch | r | method |" in capsys.readouterr().out
-
-
-def test_classes_of_layers_are_timed_beside_low_rank_with_as_many_parameters(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module = import_module("structured_layers")
-    module.class_table(True, [1], SimpleNamespace(sizes=[64], rounds=1, outputs=None))
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| 64")]
-    counts = {row[1]: row[2] for row in rows}
-    assert counts["dense, ms"] == "4,096"
-    assert counts["Monarch"] == counts["low rank, r = 8"] == "1,024"
-    assert counts["Butterfly, r = 1"] == counts["low rank, r = 6"] == "768"
 
 
 def test_all_classes_are_timed_as_the_last_layer_of_a_network(capsys: pytest.CaptureFixture[str]) -> None:

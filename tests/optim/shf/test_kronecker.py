@@ -55,6 +55,7 @@ def factors(optimizer: SHF) -> dict[str, dict[str, Tensor]]:
 # --- the subproblem is the true one ----------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     "solver",
     [LSMR(maxiter=400, atol=1e-14), LSQR(maxiter=400, atol=1e-14), CG(maxiter=400, progress_tolerance=0.0)],
@@ -435,6 +436,7 @@ def run(optimizer: SHF, seeds: range, dtype: torch.dtype = torch.float64) -> lis
     return [replace(take(optimizer, batch(seed=seed, dtype=dtype)), seconds={}) for seed in seeds]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("interval", [1, 3])
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path: Path, dtype: torch.dtype, interval: int) -> None:

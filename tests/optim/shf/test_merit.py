@@ -58,6 +58,7 @@ SEQUENCES: dict[str, Callable[[int], float]] = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", SEQUENCES)
 @pytest.mark.parametrize(("miniter", "recover"), [(50, 100), (10, 20), (0, 5)])
 @pytest.mark.parametrize("ftol", [1e-7, 1e-3])

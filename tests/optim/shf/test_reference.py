@@ -200,6 +200,7 @@ def test_weights_after_two_steps_by_a_least_squares_solver(
         torch.testing.assert_close(weights, expected.weights, rtol=0, atol=1e-9)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("loss", "solver"), [("mse", "lsqr"), ("cross_entropy", "lsmr")])
 @pytest.mark.parametrize("center", ["start", "origin"])
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
@@ -209,6 +210,7 @@ def test_weights_after_two_steps_with_l2(loss: str, solver: str, center: str, pr
         torch.testing.assert_close(weights, expected.weights, rtol=0, atol=1e-9)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
 @pytest.mark.parametrize("center", ["start", "origin"])
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
@@ -221,6 +223,7 @@ def test_weights_after_two_steps_by_conjugate_gradients(
         torch.testing.assert_close(weights, expected.weights, rtol=0, atol=1e-9)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
 @pytest.mark.parametrize("solver", ["lsmr", "cg"])
 @pytest.mark.parametrize("l2", [0.0, 0.3])

@@ -96,6 +96,7 @@ def random_states_of_forwards(module: nn.Module) -> list[torch.Tensor]:
     return states
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", DROPOUTS)
 @pytest.mark.parametrize("chunk_size", [None, 5])
 def test_both_losses_of_a_step_are_with_the_dropout_masks_of_one_forward(name: str, chunk_size: int | None) -> None:
@@ -138,6 +139,7 @@ def test_the_global_random_state_is_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", DROPOUTS)
 @pytest.mark.parametrize("chunk_size", [None, 5])
 def test_every_step_draws_new_dropout_masks(name: str, chunk_size: int | None) -> None:
@@ -231,13 +233,6 @@ def test_batch_norm_has_no_variance_of_per_sample_gradients(training: bool) -> N
         module.eval()
     report = take(SHF(module, "mse", damping=1.0, preconditioner=None), batch())
     assert (report.gradient_variance, report.predicted_batch_size) == (None, None)
-
-
-def test_chunks_are_refused_where_the_batch_is_normalised_in_eval_mode_too() -> None:
-    module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, 2)).double()
-    optimizer = SHF(module.eval(), "mse", damping=1.0, preconditioner=None, chunk_size=5)
-    with pytest.raises(ValueError, match="1 normalises over the batch.*leave chunk_size out"):
-        take(optimizer, batch())
 
 
 class Counting(nn.Module):
@@ -646,12 +641,6 @@ def test_the_default_device_of_torch_need_not_be_that_of_the_module(options: dic
     assert list(map(without_seconds, reports)) == list(map(without_seconds, expected))
 
 
-def test_a_batch_without_names_is_told_how_to_be_passed() -> None:
-    inputs, targets = batch()
-    with pytest.raises(TypeError, match=r"by name, step\(inputs=..., targets=...\); .* got Tensor"):
-        SHF(network(), "mse").step(inputs, targets=targets)  # type: ignore[arg-type]
-
-
 def test_inputs_that_forward_does_not_take_are_told() -> None:
     class Masked(nn.Linear):
         def forward(self, input: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
@@ -681,13 +670,6 @@ def test_layers_that_are_never_called_do_not_end_a_step() -> None:
 
     report = take(SHF(Direct(), "mse"), batch())
     assert report.loss_after < report.loss_before
-
-
-@pytest.mark.parametrize("wrap", [lambda y: {"y": y}, lambda y: [y]], ids=["dict", "list"])
-def test_targets_that_are_no_tensor_are_refused_by_their_type(wrap: Callable[[Tensor], Any]) -> None:
-    inputs, targets = batch()
-    with pytest.raises(TypeError, match=f"takes targets as one tensor, got {type(wrap(targets)).__name__}: "):
-        SHF(network(), "mse").step(inputs=inputs, targets=wrap(targets))
 
 
 @pytest.mark.parametrize("several", [tuple, list])
@@ -1094,11 +1076,6 @@ def test_a_batch_that_is_overfitted_raises_the_damping() -> None:
     assert dampings[0.0] < 0.1 < dampings[0.25]
 
 
-def test_a_batch_too_small_to_hold_samples_out_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"held_out=0.1 of a batch of 5 leaves no sample"):
-        take(SHF(network(), "mse", damping=1.0, held_out=0.1), batch(5))
-
-
 def test_nan_in_the_samples_held_out_is_an_error_that_changes_nothing() -> None:
     module, (inputs, targets) = network(), batch()
     before = weights(module)
@@ -1119,6 +1096,7 @@ def run_of(
     return [without_seconds(take(optimizer, batch(n, seed=100 + first + i, dtype=dtype))) for i, n in enumerate(sizes)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("solver", ["lsmr", "cg"])
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path: Path, dtype: torch.dtype, solver: str) -> None:
@@ -1240,6 +1218,7 @@ def broken(data: tuple[Tensor, Tensor], what: str, value: float) -> tuple[Tensor
     return inputs, targets
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("what", ["inputs", "targets"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nan_or_infinity_in_the_batch_is_an_error_that_changes_nothing(what: str, value: float) -> None:
@@ -1261,20 +1240,6 @@ def test_a_loss_that_overflows_is_an_error_that_changes_nothing() -> None:
     with pytest.raises(ValueError, match="loss at the current weights is inf"):
         take(SHF(module, "mse", damping=1.0), (inputs, targets * 1e200))
     assert torch.equal(weights(module), before)
-
-
-def test_nan_in_the_outputs_is_an_error() -> None:
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.net(x) - 10.0).sqrt()
-
-    torch.manual_seed(0)
-    with pytest.raises(ValueError, match="loss at the current weights is nan"):
-        take(SHF(Root().double(), "mse", damping=1.0), batch())
 
 
 @pytest.mark.parametrize("solver", ["lsmr", "lsqr", "cg"])
@@ -1323,6 +1288,7 @@ class Lying(SquaredError):
         return -super().value(outputs, targets) if self.lies else super().value(outputs, targets)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("drop", [0.99, None])
 @pytest.mark.parametrize("solver", ["lsmr", "cg"])
 def test_without_a_step_that_lowers_the_loss_the_weights_stay_and_the_damping_rises(
@@ -1393,43 +1359,134 @@ def test_layers_that_are_added_later_are_named_once() -> None:
         take(optimizer, data)
 
 
-def test_nan_in_an_input_that_is_a_dict_is_named() -> None:
-    class Reading(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-
-        def forward(self, of_names: dict[str, Tensor]) -> Tensor:
-            return self.layer(of_names["first"])
-
-    with pytest.raises(ValueError, match="the batch holds NaN or infinity"):
-        SHF(Reading(), "mse").step(inputs={"first": torch.full((3, 4), math.nan)}, targets=torch.zeros(3, 2))
+class OfNames(nn.Linear):
+    def forward(self, of_names: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(of_names["first"])
 
 
-@pytest.mark.parametrize(
-    ("loss", "targets", "message"),
-    [
-        ("mse", torch.ones(12, 2, dtype=torch.complex64), "targets are torch.complex64"),
-        ("mse", torch.ones(12, 2, dtype=torch.int64), r"targets are torch.int64: give targets.float\(\)"),
-        ("mse", torch.ones(12, 2, dtype=torch.bool), "targets are torch.bool"),
-        ("cross_entropy", torch.ones(12, dtype=torch.complex64), "targets are torch.complex64"),
-        ("binary_cross_entropy", torch.ones(12, 2, dtype=torch.complex64), "targets are torch.complex64"),
-    ],
-)
-def test_targets_that_are_no_real_numbers_are_refused(loss: str, targets: Tensor, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        take(SHF(network(), loss), (batch()[0], targets))
-
-
-def test_complex_outputs_are_refused() -> None:
-    module = nn.Sequential(nn.Linear(4, 2), ToComplex()).double()
-    with pytest.raises(TypeError, match="the module returned torch.complex128"):
-        take(SHF(module, "mse"), batch())
+class Root(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) - 100.0).sqrt()
 
 
 class ToComplex(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.complex(x, x)
+
+
+INPUTS, TARGETS = batch()
+COMPLEX = torch.ones(12, 2, dtype=torch.complex64)
+OVER_BATCH = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, 2)).eval()
+REFUSED_BATCHES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "dict of targets": ({"targets": {"y": TARGETS}}, TypeError, "takes targets as one tensor, got dict: "),
+    "complex targets": ({"targets": COMPLEX}, TypeError, "targets are torch.complex64"),
+    "whole numbers": ({"targets": TARGETS.long()}, TypeError, r"targets are torch.int64: give targets.float\(\)"),
+    "truth values": ({"targets": TARGETS > 0}, TypeError, "targets are torch.bool"),
+    "complex classes": ({"loss": "cross_entropy", "targets": COMPLEX[:, 0]}, TypeError, "targets are torch.complex64"),
+    "complex bits": ({"loss": "binary_cross_entropy", "targets": COMPLEX}, TypeError, "targets are torch.complex64"),
+    "NaN in a dict": (
+        {"module": OfNames(4, 2), "inputs": {"first": torch.full((12, 4), math.nan)}},
+        ValueError,
+        "the batch holds NaN or infinity",
+    ),
+    "empty": ({"inputs": INPUTS[:0], "targets": TARGETS[:0]}, ValueError, "batch is empty"),
+    "lengths": (
+        {"inputs": INPUTS[:6], "targets": TARGETS[:5]},
+        ValueError,
+        "number of samples: 6 rows of inputs, 5 of targets.* in a dict",
+    ),
+    "without rows": (
+        {"inputs": (INPUTS, torch.tensor(2.0))},
+        ValueError,
+        "a tensor without dimensions is among inputs and targets",
+    ),
+    "shape": ({"targets": TARGETS[:, :1]}, ValueError, r"\(12, 2\) but targets \(12, 1\)"),
+    "complex outputs": (
+        {"module": nn.Sequential(nn.Linear(4, 2), ToComplex())},
+        TypeError,
+        "returned torch.complex128",
+    ),
+    "NaN in the outputs": ({"module": Root(4, 2)}, ValueError, "loss at the current weights is nan"),
+    "no targets": ({"targets": None}, TypeError, r"step\(inputs=..., targets=...\)"),
+    "no inputs": ({"inputs": None}, TypeError, r"step\(inputs=..., targets=...\)"),
+    "chunks": (
+        {"module": OVER_BATCH, "preconditioner": None, "chunk_size": 5},
+        ValueError,
+        "1 normalises over the batch.*leave chunk_size out",
+    ),
+    "held out": ({"held_out": 0.01}, ValueError, r"held_out=0.01 of a batch of 12 leaves no sample"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED_BATCHES.values(), ids=REFUSED_BATCHES)
+def test_batches_that_cannot_be_trained_on_are_refused(call: dict[str, Any], error: Any, message: str) -> None:
+    given = {"module": network(), "loss": "mse", "damping": 1.0, "inputs": INPUTS, "targets": TARGETS} | call
+    names = {name: given.pop(name) for name in ("inputs", "targets")}
+    optimizer = SHF(given.pop("module").double(), given.pop("loss"), **given)
+    with pytest.raises(error, match=message):
+        optimizer.step(**{name: value for name, value in names.items() if value is not None})
+
+
+def test_a_batch_without_names_is_told_how_to_be_passed() -> None:
+    with pytest.raises(TypeError, match=r"by name, step\(inputs=..., targets=...\); .* got Tensor"):
+        SHF(network(), "mse").step(INPUTS, targets=TARGETS)  # type: ignore[arg-type]
+
+
+def mixed(first: torch.dtype, second: torch.dtype) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3, dtype=first), nn.Linear(3, 2, dtype=second))
+
+
+REFUSED_MODULES: dict[str, tuple[Callable[[], Any], Any, type[Exception], str]] = {
+    "parameters": (
+        lambda: network().parameters(),
+        "mse",
+        TypeError,
+        r"SHF takes the module, which it calls itself.* return SHF\(self, \.\.\.\)",
+    ),
+    "loss of torch": (network, nn.CrossEntropyLoss(), TypeError, r"CrossEntropyLoss lacks value, .* 'cross_entropy'"),
+    "float16": (lambda: network(torch.float16), "mse", ValueError, "got torch.float16.*bf16-mixed"),
+    "bfloat16": (lambda: network(torch.bfloat16), "mse", ValueError, "got torch.bfloat16.*bf16-mixed"),
+    "dtypes": (lambda: mixed(torch.float64, torch.float32), "mse", ValueError, "torch.float32, torch.float64"),
+    "sparse gradients": (
+        lambda: nn.Sequential(nn.EmbeddingBag(5, 4, sparse=True), nn.Linear(4, 2)),
+        "mse",
+        ValueError,
+        r"dense gradients, and those of 0 are sparse: .*sparse=False",
+    ),
+    "scripted": (
+        lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 3)), nn.Linear(3, 1)),
+        "mse",
+        ValueError,
+        "0 is scripted or traced",
+    ),
+    "lazy": (
+        lambda: nn.Sequential(nn.LazyLinear(3)),
+        "mse",
+        ValueError,
+        r"0\.weight, 0\.bias have no shape yet: call the module once",
+    ),
+    "frozen": (
+        lambda: network().requires_grad_(False),
+        "mse",
+        ValueError,
+        r"Sequential has no parameter that requires a gradient.*requires_grad_\(\)",
+    ),
+    "devices": (
+        lambda: nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False, device="meta")),
+        "mse",
+        ValueError,
+        r"0\.weight -> cpu, 1\.weight -> meta; move the module by module\.to",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(("make", "loss", "error", "message"), REFUSED_MODULES.values(), ids=REFUSED_MODULES)
+def test_modules_and_losses_that_cannot_be_trained_are_refused(
+    make: Callable[[], Any], loss: Any, error: Any, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        SHF(make(), loss)
 
 
 class Hiding(nn.Module):
@@ -1455,27 +1512,6 @@ def test_parameters_that_nobody_trains_are_named_once(loss: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step(**data)
-
-
-def test_an_empty_batch_is_an_error() -> None:
-    with pytest.raises(ValueError, match="batch is empty"):
-        take(SHF(network(), "mse", damping=1.0), batch(0))
-
-
-def test_inputs_and_targets_of_different_length_are_an_error() -> None:
-    with pytest.raises(ValueError, match="number of samples: 6 rows of inputs, 5 of targets.* in a dict"):
-        take(SHF(network(), "mse", damping=1.0), (batch(6)[0], batch(5)[1]))
-
-
-def test_a_tensor_without_rows_is_an_error() -> None:
-    inputs, targets = batch()
-    with pytest.raises(ValueError, match="a tensor without dimensions is among inputs and targets"):
-        take(SHF(network(), "mse"), ((inputs, torch.tensor(2.0)), targets))
-
-
-def test_parameters_in_place_of_a_module_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"SHF takes the module, which it calls itself.* return SHF\(self, \.\.\.\)"):
-        SHF(network().parameters(), "mse")  # type: ignore[arg-type]
 
 
 class Bernoulli(SquaredError):
@@ -1556,31 +1592,6 @@ def test_two_classes_are_learned_by_the_binary_cross_entropy() -> None:
     assert ((module(inputs) > 0) == labels).float().mean() >= 0.95
 
 
-def test_a_loss_of_torch_is_refused_with_the_name_of_ours() -> None:
-    with pytest.raises(TypeError, match=r"CrossEntropyLoss lacks value, .* 'cross_entropy'"):
-        SHF(network(), nn.CrossEntropyLoss())  # type: ignore[arg-type]
-
-
-def test_targets_of_another_shape_are_an_error() -> None:
-    inputs, targets = batch()
-    with pytest.raises(ValueError, match=r"\(12, 2\) but targets \(12, 1\)"):
-        take(SHF(network(), "mse", damping=1.0), (inputs, targets[:, :1]))
-
-
-@pytest.mark.parametrize(
-    "arguments", [{}, {"inputs": batch()[0]}, {"targets": batch()[1]}], ids=["both", "targets", "inputs"]
-)
-def test_a_step_without_its_batch_names_what_to_pass(arguments: dict[str, Tensor]) -> None:
-    with pytest.raises(TypeError, match=r"step\(inputs=..., targets=...\)"):
-        SHF(network(), "mse", damping=1.0).step(**arguments)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_weights_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=f"got {dtype}.*bf16-mixed"):
-        SHF(network(dtype), "mse", damping=1.0)
-
-
 def test_another_loss_takes_its_place_by_name() -> None:
     optimizer, other = SHF(network(), "mse", damping=1.0), SHF(network(), "cross_entropy", damping=1.0)
     optimizer.loss = "cross_entropy"
@@ -1605,45 +1616,6 @@ def test_a_loss_that_cannot_take_its_place_is_refused_at_once(first: str, second
     with pytest.raises(ValueError, match=message):
         optimizer.loss = second
     assert optimizer.loss is before
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients_are_refused(kind: type[nn.Module]) -> None:
-    module = nn.Sequential(kind(5, 4, sparse=True), nn.Linear(4, 2))
-    with pytest.raises(ValueError, match=r"dense gradients, and those of 0 are sparse: .*sparse=False"):
-        SHF(module, "mse")
-    module[0].weight.requires_grad_(False)
-    SHF(module, "mse")
-
-
-def test_weights_of_mixed_dtypes_are_refused() -> None:
-    module = network(torch.float32)
-    module[0].double()
-    with pytest.raises(ValueError, match="torch.float32, torch.float64"):
-        SHF(module, "mse", damping=1.0)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_a_scripted_part_is_refused_by_name() -> None:
-    module = nn.Sequential(torch.jit.script(nn.Linear(2, 3)), nn.Linear(3, 1))
-    with pytest.raises(ValueError, match="0 is scripted or traced"):
-        SHF(module, "mse")
-
-
-def test_a_lazy_module_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"0\.weight, 0\.bias have no shape yet: call the module once"):
-        SHF(nn.Sequential(nn.LazyLinear(3)), "mse")
-
-
-def test_a_module_with_everything_frozen_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Sequential has no parameter that requires a gradient.*requires_grad_\(\)"):
-        SHF(network().requires_grad_(False), "mse", damping=1.0)
-
-
-def test_weights_on_several_devices_are_refused_with_the_device_of_each() -> None:
-    module = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False, device="meta"))
-    with pytest.raises(ValueError, match=r"0\.weight -> cpu, 1\.weight -> meta; move the module by module\.to"):
-        SHF(module, "mse", damping=1.0)
 
 
 def test_weights_frozen_since_are_named_and_stay() -> None:

@@ -36,11 +36,11 @@ class LayerCall:
         outputs: of the call; None if no rule of the layer asks for them.
         cotangents: gradients of the loss in the tensors of ``outputs``, in their order; None for those that got none.
         samples: n, or the sizes that n may have; None: the size of the first dimension.
-        rows: sample of each row, (rows,), by the number of rows: of what has other rows than samples, as the nodes and
-            edges of graphs.
+        rows: sample of each row, (rows,), by the number of rows: of tensors with other rows than samples, as the nodes
+            and edges of graphs.
         ambiguous: whether positions may come before samples.
         module_call: the call of the module in which it was made; see
-            :class:`~lightning_struct.functional.layers.per_sample.module_call.ModuleCall`.
+            :class:`~lightning_struct.functional.layers.per_sample.sample_layout.ModuleCall`.
         of_base: whether it is a call of the ``forward`` of the base of the layer's kind, by the layer's own
             ``forward``.
 
@@ -131,11 +131,11 @@ def rows_of_arguments(args: tuple[Any, ...], rows: slice, samples: int) -> tuple
 def rows_of_graphs(batch: Any) -> dict[int, Tensor]:
     """The graph of each node and of each edge, by the number of nodes and of edges.
 
-    Graphs are recognized by what PyTorch Geometric and chemprop call ``batch``, (nodes,), the graph of each node, and
-    ``edge_index``, (2, edges), the nodes of each edge. Numbers that belong to two kinds of rows are left out.
+    Graphs are recognized by the attributes of PyTorch Geometric and chemprop: ``batch``, (nodes,), the graph of each
+    node, and ``edge_index``, (2, edges), the nodes of each edge. Numbers that belong to two kinds of rows are left out.
 
     Args:
-        batch: what ``training_step`` gets; graphs may be inside of tuples, lists and mappings.
+        batch: argument of ``training_step``; graphs may be inside of tuples, lists and mappings.
 
     Example:
         >>> import torch

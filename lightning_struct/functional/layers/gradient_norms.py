@@ -1,6 +1,6 @@
 """Per-sample squared gradient norms without per-sample gradients, and the test that reads a batch size off them.
 
-‖Var‖₁ = (Σᵢ‖gᵢ‖² - n‖ḡ‖²)/(n - 1) needs only the norms, and those follow from what one ordinary forward and backward
+‖Var‖₁ = (Σᵢ‖gᵢ‖² - n‖ḡ‖²)/(n - 1) needs only the norms, and those follow from one ordinary forward and backward
 pass shows of each layer: its inputs and the cotangents of its outputs.
 """
 
@@ -56,8 +56,8 @@ def per_sample_gradient_norms(module: nn.Module) -> Iterator[GradientNorms]:
     """Measure, inside the context, the squared gradient norm of every sample in an ordinary forward and backward pass.
 
     Exact, of all trainable parameters that get a gradient; frozen ones are not counted. See
-    :class:`GradientNormRecorder` for what is covered. If the gradients are None at first, each is compared with the
-    sum of what was measured of it, so that a weight that is used outside of its layer too, as the transposed one of a
+    :class:`GradientNormRecorder` for the covered layers. If the gradients are None at first, each is compared with the
+    sum of its measured shares, so that a weight that is used outside of its layer too, as the transposed one of a
     tied decoder, is an error when ``squared_norms`` is read.
 
     Args:

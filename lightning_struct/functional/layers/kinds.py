@@ -1,7 +1,7 @@
 """Declarations of layers, made once for per-sample gradients, Kronecker factors, RLS and ``replace_linear``.
 
 A :class:`LayerKind` says which matrices a layer multiplies by, which parameters its ``forward`` uses, and whose rules
-serve it. What is measured of a layer stays where it is measured: RLS reads sums of inputs, gradient norms read
+serve it. The measurements stay in their own modules: RLS reads sums of inputs, gradient norms read
 cotangents too. :func:`~lightning_struct.functional.layers.registry.register_layer` declares layers that torch does not
 have.
 """
@@ -29,7 +29,7 @@ class Matrix(NamedTuple):
     Args:
         weight: its name below the layer; the shape is (out, in), of a convolution (out, in / groups, *kernel).
         bias: the name of the bias; None without.
-        groups: the rows of the weight are so many matrices, each of which reads inputs of its own.
+        groups: the rows of the weight are so many matrices; each of them reads inputs of its own.
         bias_rows: the part of the bias that is added to these products.
         transposed: the weight is stored as (in, out), that of a transposed convolution as (in, out / groups, *kernel).
 

@@ -13,13 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_struct.functional.layers.calls import LayerCall, tensors_in
+from lightning_struct.functional.layers.per_sample import inner_calls
 from lightning_struct.functional.layers.per_sample.contributions import Contribution, Uncovered
-from lightning_struct.functional.layers.per_sample.inner_calls import (
-    ParameterUse,
-    RecordedCalls,
-    is_recorded,
-    parameter_uses,
-)
 from lightning_struct.functional.layers.per_sample.layer_contributions import contributions, draws_random_numbers
 from lightning_struct.functional.layers.registry import base_call
 from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
@@ -59,7 +54,8 @@ def probe_layers(
     parameters: Mapping[str, nn.Parameter],
     cotangent: Callable[[Tensor], Tensor],
 ) -> Probe:
-    """Run a module once, back-propagate, and read off what each call of the layers adds to their parameters.
+    """Run a module once, back-propagate, and read off the gradients that each call of the layers gives their
+    parameters.
 
     The module's buffers stay as they are. A call whose samples cannot be told apart is left out, as is one through
     which nothing comes back.
@@ -68,25 +64,25 @@ def probe_layers(
         module: called as ``module(*args)``.
         args: its inputs.
         layers: modules below it.
-        parameters: of which the whole gradient is wanted.
-        cotangent: from the module's outputs to what is back-propagated from them.
+        parameters: those whose whole gradient is wanted.
+        cotangent: from the module's outputs to the vector that is back-propagated.
     """
     calls: list[_Probed] = []
     states: dict[nn.Module, RandomState] = {}
-    recordings: dict[nn.Module, RecordedCalls] = {}
+    recordings: dict[nn.Module, inner_calls.RecordedCalls] = {}
 
     def before(layer: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if draws_random_numbers(layer):
             states[layer] = random_state(*tensors_in((inputs, kwargs)))
-        elif is_recorded(layer):
-            recordings[layer] = RecordedCalls().__enter__()
+        elif inner_calls.is_recorded(layer):
+            recordings[layer] = inner_calls.RecordedCalls().__enter__()
 
     def after(layer: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         call, recording = LayerCall(layer, inputs, kwargs, outputs), recordings.pop(layer, None)
         if recording is not None:
             recording.__exit__()
             if outputs is not None:  # else it has failed
-                for edge, use in parameter_uses(base_call(call), recording.calls):
+                for edge, use in inner_calls.parameter_uses(base_call(call), recording.calls):
                     calls.append(_Probed(layer, [edge], partial(_contributions_of_use, use)))
             return
         # An edge of the graph, and not the tensor, which may be written over by the next layer.
@@ -95,7 +91,7 @@ def probe_layers(
 
     handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
     for layer in layers:
-        options = {"prepend": True, "with_kwargs": True, "always_call": is_recorded(layer)}
+        options = {"prepend": True, "with_kwargs": True, "always_call": inner_calls.is_recorded(layer)}
         handles.append(layer.register_forward_hook(after, **options))
     try:
         with torch.enable_grad():
@@ -123,5 +119,5 @@ def _contributions(call: LayerCall, state: RandomState | None, cotangents: list[
         return contributions(replace(call, cotangents=cotangents))
 
 
-def _contributions_of_use(use: ParameterUse, cotangents: list[Any]) -> dict[str, Contribution]:
+def _contributions_of_use(use: inner_calls.ParameterUse, cotangents: list[Any]) -> dict[str, Contribution]:
     return use.contributions(cotangents[0], None)

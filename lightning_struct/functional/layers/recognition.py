@@ -2,7 +2,7 @@
 
 Libraries spell the same layers in many ways: ``LlamaRMSNorm``, ``Conv1D``, a ``LayerNorm`` that counts its channels
 first, an ``LSTM`` that takes lengths. Their names say little and their code cannot be read, but they can be run: a copy
-of the layer, with random weights, on a small random input. If that gives what a layer of torch gives from the same
+of the layer, with random weights, on a small random input. If that gives the result of a layer of torch from the same
 weights, the layer is served by the rules of torch's. If its output is affine in weights that scale or shift the
 features, as that of every normalisation and scaling is, the gradients of these weights follow from running the layer
 again.
@@ -85,7 +85,7 @@ def _twin(layer: nn.Module, parameters: Mapping[str, Tensor], of_type: type[nn.M
     return twin
 
 
-# --- what is tried ---------------------------------------------------------------------------------------------------
+# --- trials -----------------------------------------------------------------------------------------------------------
 
 
 def _may_be_tried(layer: nn.Module) -> bool:

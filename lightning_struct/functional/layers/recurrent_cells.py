@@ -2,8 +2,8 @@
 
 The fused kernels keep the pre-activations of the gates to themselves. Here the recurrences are written out: forwards
 when a cell is made, backwards from the cotangents of its states, and forwards again for their tangents. Each costs the
-products with the recurrent weight and a few elementwise operations for each step in time; what does not depend on the
-states of the pass is computed for all steps at once.
+products with the recurrent weight and a few elementwise operations for each step in time; all that does not depend on
+the states of the pass is computed for all steps at once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Cell(ABC):
     Attributes:
         states: (T + 1, N, state), h_0 to h_T.
         last_cell: (N, hidden), c_T; None but for an LSTM.
-        projected: (T, N, hidden), what a projection multiplied; None without.
+        projected: (T, N, hidden), the input of a projection; None without.
     """
 
     last_cell: Tensor | None = None
@@ -66,7 +66,7 @@ class Cell(ABC):
         self.states = _states(inputs.shape[0], initial[0])
 
     def of_cells_by(self, of_states: Tensor) -> Tensor:
-        """The cotangents that those of h_t give c_t within the step, where h_t is computed from c_t."""
+        """The cotangents that those of h_t give c_t within the step, in which h_t is computed from c_t."""
         return torch.zeros_like(of_states)
 
     @abstractmethod
@@ -74,8 +74,8 @@ class Cell(ABC):
         """Cotangents of W_ih x_t + b_ih and of W_hh h_{t-1} + b_hh, each (T, N, gates·hidden).
 
         Args:
-            of_states: (T, N, state), of h_1..h_T but for what reaches them through later steps, which is added in
-                place.
+            of_states: (T, N, state), of h_1..h_T but for the part that reaches them through later steps, which is added
+                in place.
             of_cells: (T, N, hidden), likewise of c_1..c_T; for an LSTM only.
         """
 

@@ -12,27 +12,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_struct.functional.checks import checked
+from lightning_struct.functional.layers import kinds
 from lightning_struct.functional.layers.calls import LayerCall
-from lightning_struct.functional.layers.kinds import (
-    COUPLING,
-    KINDS,
-    ContributionRule,
-    LayerKind,
-    Matrix,
-    couples_samples,
-    kind_of_type,
-    nearest_kind,
-)
 from lightning_struct.functional.layers.recognition import forget_recognized, recognized_kind
 
 
 @checked
 def register_layer(
     layer_type: type[nn.Module] | None = None,
-    matrix: Matrix | None = None,
+    matrix: kinds.Matrix | None = None,
     *,
     like: type[nn.Module] | None = None,
-    rule: ContributionRule | None = None,
+    rule: kinds.ContributionRule | None = None,
     couples_samples: bool | Callable[[Any], bool] | None = None,
 ) -> Any:
     """Declare a type of layers, once for per-sample gradient norms, Kronecker factors, RLS and ``replace_linear``.
@@ -43,7 +34,7 @@ def register_layer(
 
     - ``register_layer(Conv1D, Matrix("weight", "bias", transposed=True))``: an affine map y = x Wᵀ + b over the last
       dimension of the first argument, under these names. It is served wherever ``nn.Linear`` is.
-    - ``register_layer(MyLSTM, like=nn.LSTM)``: a call computes what ``nn.LSTM`` computes from the same arguments, with
+    - ``register_layer(MyLSTM, like=nn.LSTM)``: a call has the result of ``nn.LSTM`` for the same arguments, with
       parameters of the same names. Calls with further arguments are left out of the gradient norms.
     - ``register_layer(Scale, rule=function)``, or ``@register_layer(Scale)`` above the function: how each sample's
       share of the gradients follows from a :class:`LayerCall`. RLS does not train such a layer; its Kronecker factors
@@ -67,6 +58,8 @@ def register_layer(
 
     Example:
         >>> import torch
+        >>> from lightning_struct.functional import Matrix
+        >>> from lightning_struct.functional.layers.kinds import kind_of_type
         >>> class Transposed(torch.nn.Module):
         ...     def __init__(self):
         ...         super().__init__()
@@ -94,18 +87,14 @@ def register_layer(
         return decorator
     if len(given) > 1:
         raise ValueError(f"register_layer({layer_type.__name__}) has {' and '.join(given)}: give one of them")
-    kind: LayerKind | None = None
+    kind: kinds.LayerKind | None = None
     if matrix is not None:
-        if not isinstance(matrix, Matrix):
-            raise TypeError(f"matrix must be a Matrix, as Matrix('weight', 'bias'), got {matrix!r}")
         if matrix.groups != 1 or matrix.bias_rows != slice(None):
             raise ValueError("the matrix of a declared layer has one group and its whole bias; others need a rule")
         names = [name for name in (matrix.weight, matrix.bias) if name is not None]
-        kind = LayerKind(nn.Linear, lambda layer: [matrix], lambda layer: names, declared=True)
+        kind = kinds.LayerKind(nn.Linear, lambda layer: [matrix], lambda layer: names, declared=True)
     elif like is not None:
-        if not isinstance(like, type):
-            raise TypeError(f"like must be a type that is known, as nn.Linear, got {like!r}")
-        known = kind_of_type(like)
+        known = kinds.kind_of_type(like)
         if known is None:
             remedy = "declare it first, or give a matrix or a rule"
             raise ValueError(f"like={like.__name__}, which is no known layer and was not declared: {remedy}")
@@ -113,24 +102,25 @@ def register_layer(
     elif rule is not None:
         if not callable(rule):
             raise TypeError(f"rule must be a function of a LayerCall, got {rule!r}")
-        kind = LayerKind(None, parameters=lambda layer: layer._parameters, rule=rule, declared=True)
+        kind = kinds.LayerKind(None, parameters=lambda layer: layer._parameters, rule=rule, declared=True)
     unregister_layer(layer_type)
     if kind is not None:
-        KINDS[layer_type] = kind
+        kinds.KINDS[layer_type] = kind
     if couples_samples is not None:
-        COUPLING[layer_type] = couples_samples if callable(couples_samples) else lambda layer: bool(couples_samples)
+        kinds.COUPLING[layer_type] = couples_samples if callable(couples_samples) else lambda _: bool(couples_samples)
     forget_recognized()
     return None
 
 
 @checked
 def unregister_layer(layer_type: type[nn.Module]) -> None:
-    """Take back what :func:`register_layer` declared of a type; nothing if it was not declared.
+    """Take back a declaration of a type by :func:`register_layer`; nothing if it was not declared.
 
     Args:
         layer_type: a subclass of ``nn.Module``.
 
     Example:
+        >>> from lightning_struct.functional.layers.kinds import kind_of_type
         >>> class Doubled(nn.Linear):
         ...     def forward(self, x):
         ...         return super().forward(2 * x)
@@ -139,18 +129,18 @@ def unregister_layer(layer_type: type[nn.Module]) -> None:
         >>> kind_of_type(Doubled) is None
         True
     """
-    KINDS.maps[0].pop(layer_type, None)
-    COUPLING.maps[0].pop(layer_type, None)
+    kinds.KINDS.maps[0].pop(layer_type, None)
+    kinds.COUPLING.maps[0].pop(layer_type, None)
     forget_recognized()
 
 
-def kind_of(layer: nn.Module) -> LayerKind | None:
+def kind_of(layer: nn.Module) -> kinds.LayerKind | None:
     """The kind of the layer's type, of the base whose ``forward`` it has, or by its results; None without one.
 
     Raises:
         ValueError: the type was declared by a matrix that the layer does not have.
     """
-    kind = kind_of_type(type(layer))
+    kind = kinds.kind_of_type(type(layer))
     if kind is None:
         return recognized_kind(layer)
     if kind.is_affine and kind.declared:
@@ -159,7 +149,7 @@ def kind_of(layer: nn.Module) -> LayerKind | None:
     return kind
 
 
-def _check_matrix(layer: nn.Module, matrix: Matrix) -> None:
+def _check_matrix(layer: nn.Module, matrix: kinds.Matrix) -> None:
     """Raise unless the layer has the matrix. Pruning leaves other things in place of parameters."""
     declared = f"{type(layer).__name__} was declared by {matrix}"
     for name in (matrix.weight, matrix.bias):
@@ -178,13 +168,13 @@ def _check_matrix(layer: nn.Module, matrix: Matrix) -> None:
         raise ValueError(f"{declared}, but {added} is no bias of {matrix.weight!r}, {stored}: is it transposed?")
 
 
-def has_plain_parameters(layer: nn.Module, kind: LayerKind) -> bool:
+def has_plain_parameters(layer: nn.Module, kind: kinds.LayerKind) -> bool:
     """Whether the layer's own parameters are those of its kind: not parametrized, pruned or joined by others."""
     return "parametrizations" not in layer._modules and layer._parameters.keys() <= set(kind.parameters(layer))
 
 
 def is_affine(layer: nn.Module) -> bool:
-    """Whether the layer computes what ``nn.Linear`` does, as far as is known, or was declared by its matrix."""
+    """Whether the layer computes the same as ``nn.Linear``, as far as is known, or was declared by its matrix."""
     kind = kind_of(layer)
     return kind is not None and kind.is_affine
 
@@ -217,7 +207,7 @@ def linear_with(weight: Tensor, bias: Tensor | None, training: bool) -> nn.Linea
 def coupling_layer(module: nn.Module) -> str | None:
     """The name of the first layer that couples samples of a batch, or its type if it is ``module``; or None."""
     for name, layer in module.named_modules():
-        if couples_samples(layer):
+        if kinds.couples_samples(layer):
             return name or type(layer).__name__
     return None
 
@@ -233,7 +223,7 @@ def hidden_layers(module: nn.Module, *, of_other_forwards: bool = False) -> set[
     for layer in module.modules():
         kind = kind_of(layer)
         if kind is None and of_other_forwards:
-            kind = nearest_kind(type(layer))
+            kind = kinds.nearest_kind(type(layer))
         if kind is not None:
             hidden.update(kind.hidden_layers(layer))
     return hidden
@@ -303,7 +293,7 @@ def base_call(call: LayerCall) -> LayerCall:
 
 
 def plain_name(name: str) -> str:
-    """A name without what torch.compile puts into it."""
+    """A name without the additions of torch.compile."""
     return name.replace("_orig_mod.", "")
 
 
@@ -320,7 +310,7 @@ def excluded_modules(
     """All modules that are named, with or without ``_orig_mod.``, or given, and those below them.
 
     Raises:
-        ValueError: one of them is no module of ``module``; the message calls what was given by ``argument``.
+        ValueError: one of them is no module of ``module``; the message names the ``argument``.
         TypeError: one of them is neither a module nor a name.
     """
     by_name, known = dict(plain_named_modules(module)), set(module.modules())

@@ -1,6 +1,12 @@
 """Per-sample gradients, layer by layer: contributions, rules for them, and the recorder that gathers them by hooks."""
 
-from lightning_struct.functional.layers.per_sample.contributions import Contribution, Dense, Lookup, Outer, Uncovered
-from lightning_struct.functional.layers.per_sample.convolution import Convolution
+from lightning_struct.functional.layers.per_sample.contributions import (
+    Contribution,
+    Convolution,
+    Dense,
+    Lookup,
+    Outer,
+    Uncovered,
+)
 
 __all__ = ["Contribution", "Convolution", "Dense", "Lookup", "Outer", "Uncovered"]

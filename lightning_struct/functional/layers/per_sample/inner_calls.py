@@ -7,7 +7,7 @@ calls of its thread: no hook of torch reaches them (a ``TorchFunctionMode`` is n
 would cost a third of a small transformer's training. Gradient norms, Kronecker factors and RLS all read these calls.
 
 An ``LSTM`` that takes lengths packs its sequences, calls ``super().forward`` and pads the result. The inner call shows
-what its weights multiply. While such a layer runs, its type has one more base, right before torch's.
+the numbers that its weights multiply. While such a layer runs, its type has one more base, right before torch's.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RecordedCalls:
             if _active == 0:
                 _linear = F.linear  # which others may have replaced, too, as DeepSpeed does
             _active += 1
-            # A compiled graph is broken at each call: what is recorded must not become part of it.
+            # A compiled graph is broken at each call: recorded calls must not become part of it.
             F.linear = _outside_of_graphs() if "torch._dynamo" in sys.modules else _recorded_linear
         return self
 
@@ -119,7 +119,7 @@ class ParameterUse(ABC):
         """Each sample's share of the gradients that the use gives its parameters.
 
         Args:
-            cotangent: of what the use computed.
+            cotangent: of the result of the use.
             samples: n, or the sizes that it may have, as :func:`~.sample_layout.by_sample` takes them.
 
         Raises:
@@ -164,7 +164,7 @@ class Projection(ParameterUse):
 
 
 class AddedRow(ParameterUse):
-    """``bias_k`` or ``bias_v``, of which every sequence gets a copy behind its keys or values: (1, N, features)."""
+    """``bias_k`` or ``bias_v``, copied behind the keys or values of every sequence: (1, N, features)."""
 
     def __init__(self, name: str, parameter: nn.Parameter, sequences: int | None) -> None:
         super().__init__(sequences)
@@ -183,7 +183,7 @@ def parameter_uses(call: LayerCall, recorded: Sequence[LinearCall]) -> list[tupl
         recorded: the calls of ``linear`` in it.
 
     Returns:
-        With each use the edge of the graph where the gradient of what it computed arrives. An edge keeps its part of
+        With each use the edge of the graph at which the gradient of its result arrives. An edge keeps its part of
         the graph alive.
     """
     query = call.argument(0, "query")
@@ -219,7 +219,7 @@ def _node_that_reads(parameter: nn.Parameter, recorded: Sequence[LinearCall]) ->
 
 
 def rows_used(call: LinearCall, parameters: Mapping[str, nn.Parameter]) -> dict[str, slice]:
-    """The rows of each parameter that a call used, by name; without those of which it used none."""
+    """The rows of each parameter that a call used, by name; without those that it did not use."""
     found: dict[str, slice] = {}
     for name, parameter in parameters.items():
         for used in (call.weight, call.bias):
@@ -285,7 +285,7 @@ def has_inner_calls(layer: nn.Module) -> bool:
 
 @cache
 def _watched(layer_type: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of the type in which ``super().forward``, where it would be that of the base, is watched."""
+    """A subclass of the type in which ``super().forward``, if it would be that of the base, is watched."""
     base_forward: Callable[..., Any] = base.forward
 
     def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

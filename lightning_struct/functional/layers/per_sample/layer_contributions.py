@@ -22,25 +22,19 @@ from torch.nn.utils import prune
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_struct.functional.checks import first_line
+from lightning_struct.functional.layers import registry
 from lightning_struct.functional.layers.calls import LayerCall, admissible_sizes, map_leaves, tensors_in
 from lightning_struct.functional.layers.kinds import ContributionRule, ElementwiseForm
-from lightning_struct.functional.layers.per_sample import Contribution, Dense, Lookup, Outer, Uncovered
-from lightning_struct.functional.layers.per_sample.contributions import NUMBERS_AT_A_TIME, at_least_float32, row_norms
-from lightning_struct.functional.layers.per_sample.convolution import Convolution, pad_argument
+from lightning_struct.functional.layers.per_sample import Contribution, Dense, Lookup, Outer, Uncovered, sample_layout
+from lightning_struct.functional.layers.per_sample.contributions import (
+    NUMBERS_AT_A_TIME,
+    Convolution,
+    at_least_float32,
+    pad_argument,
+    row_norms,
+)
 from lightning_struct.functional.layers.per_sample.recurrent import cell_contributions, recurrent_contributions
-from lightning_struct.functional.layers.per_sample.sample_layout import (
-    decided_dimension,
-    has_active_dropout,
-    sample_layout,
-)
 from lightning_struct.functional.layers.recognition import run_with
-from lightning_struct.functional.layers.registry import (
-    base_call,
-    has_plain_parameters,
-    kind_of,
-    owned_parameters,
-    padding,
-)
 
 # Per-sample gradients of a layer without a rule are all kept until the layer's other uses are known, of so many numbers
 # at most (1 GiB in float32).
@@ -59,7 +53,7 @@ def contributions_by_vmap(call: LayerCall) -> dict[str, Contribution]:
     dimension is taken to hold those of the samples, any other to be common to all.
     """
     layer, cotangents = call.layer, call.cotangents
-    params = {f"layer.{name}": p.detach() for name, p in owned_parameters(layer).items() if p.requires_grad}
+    params = {f"layer.{name}": p.detach() for name, p in registry.owned_parameters(layer).items() if p.requires_grad}
     recorded = tensors_in(call.outputs)
     reached = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
     place = _place_of_samples([recorded[i] for i in reached], call)
@@ -139,7 +133,7 @@ def _place_of_samples(outputs: Sequence[Tensor], call: LayerCall) -> _Place:
         Uncovered: there is none, there are several, or the rows of a sample need not be consecutive.
     """
     admissible = admissible_sizes(call.samples)
-    decided = {decided_dimension(output.shape, output.ndim - 1, call) for output in outputs}
+    decided = {sample_layout.decided_dimension(output.shape, output.ndim - 1, call) for output in outputs}
     first, second = ({output.shape[k] if output.ndim > k else 0 for output in outputs} for k in (0, 1))
     if decided == {1} and len(second) == 1:
         return _Place(min(second), dimension=1)
@@ -208,15 +202,15 @@ def contributions(call: LayerCall) -> dict[str, Contribution]:
     The samples are sought in the dimensions of the layer's input in this order:
 
     1. the first dimension, if its size may be n;
-    2. the second, of what is read with the sequence first, if its size may be n;
+    2. the second, of inputs with the sequence first, if its size may be n;
     3. the first again, if the call says of so many rows which sample each is of;
     4. the first again, if its size is a multiple k·n: then each k rows in a row belong to one sample.
 
-    Batch normalisation in training couples the samples; there the share is what the sample adds to the gradient, the
-    statistics of the batch being as they are.
+    Batch normalisation in training couples the samples; there the share is the addition of the sample to the gradient,
+    the statistics of the batch being as they are.
 
     Args:
-        call: of any layer. Layers that are run again must find the autocast state of the call and, where
+        call: of any layer. Layers that are run again must find the autocast state of the call and, if
             :func:`draws_random_numbers`, the random generators as they were before it.
 
     Returns:
@@ -226,13 +220,13 @@ def contributions(call: LayerCall) -> dict[str, Contribution]:
         Uncovered: the shares of the samples cannot be told apart.
         ValueError: a rule that was declared did not return one contribution for each trainable parameter.
     """
-    reader = _reader(call.layer)
+    reader = reader_of(call.layer)
     if reader.declared:
         return _checked(call.layer, reader.rule(call))
     if not reader.is_known:
         return reader.rule(call)
     try:
-        of_base = base_call(call)
+        of_base = registry.base_call(call)
     except ValueError as problem:
         if reader.recognized:  # by its calls without further arguments
             return contributions_by_vmap(call)
@@ -242,46 +236,25 @@ def contributions(call: LayerCall) -> dict[str, Contribution]:
 
 def has_rule(layer: nn.Module) -> bool:
     """Whether the shares are read off without another run under ``torch.func.vmap``."""
-    return _reader(layer).is_known
-
-
-def runs_again(layer: nn.Module) -> bool:
-    """Whether :func:`contributions` runs the layer again."""
-    return _reader(layer).runs_again
-
-
-def may_run_again(layer: nn.Module) -> bool:
-    """Whether :func:`contributions` runs the layer again, or would where its rule does not know an argument."""
-    reader = _reader(layer)
-    return reader.runs_again or reader.recognized
+    return reader_of(layer).is_known
 
 
 def draws_random_numbers(layer: nn.Module) -> bool:
     """Whether :func:`contributions` runs the layer again, with the random generators as before the call."""
-    reader = _reader(layer)
-    return reader.is_known and reader.runs_again and has_active_dropout(layer)
-
-
-def compares_outputs(layer: nn.Module) -> bool:
-    """Whether :func:`contributions` needs the outputs as they were after the call."""
-    return not has_rule(layer) or draws_random_numbers(layer)
-
-
-def keeps_outputs(layer: nn.Module) -> bool:
-    """Whether :func:`contributions` needs the outputs at all."""
-    reader = _reader(layer)
-    return reader.runs_again or reader.declared or reader.recognized
+    reader = reader_of(layer)
+    return reader.is_known and reader.runs_again and sample_layout.has_active_dropout(layer)
 
 
 @dataclass(frozen=True)
-class _Reader:
+class Reader:
     """The rule of a layer.
 
     Attributes:
         rule: the rule.
-        runs_again: it runs the layer again. A recurrent one may have dropout inside.
-        declared: by :func:`~lightning_struct.functional.layers.registry.register_layer`.
-        recognized: by what the layer computed.
+        runs_again: whether it runs the layer again. A recurrent one may have dropout inside.
+        declared: whether it comes from :func:`~lightning_struct.functional.layers.registry.register_layer`.
+        recognized: whether it was found by the results of the layer. It is run again for an argument that its rule does
+            not know.
         is_known: False for layers without a rule, which are run again under ``torch.func.vmap``.
     """
 
@@ -292,21 +265,22 @@ class _Reader:
     is_known: bool = True
 
 
-def _reader(layer: nn.Module) -> _Reader:
-    kind = kind_of(layer)
-    if kind is None or not has_plain_parameters(layer, kind):
+def reader_of(layer: nn.Module) -> Reader:
+    """The rule of a layer, whether it is called or not."""
+    kind = registry.kind_of(layer)
+    if kind is None or not registry.has_plain_parameters(layer, kind):
         return _BY_VMAP
     if kind.rule is not None:
-        return _Reader(kind.rule, declared=True)
+        return Reader(kind.rule, declared=True)
     if kind.forms is not None:
-        return _Reader(partial(_elementwise, forms=kind.forms), recognized=True)
+        return Reader(partial(_elementwise, forms=kind.forms), recognized=True)
     reader = _BY_VMAP if kind.base is None else _READERS.get(kind.base, _BY_VMAP)
     return replace(reader, recognized=True) if kind.recognized and reader.is_known else reader
 
 
 def _checked(layer: nn.Module, shares: dict[str, Contribution]) -> dict[str, Contribution]:
     """The shares that a declared rule returned, if they are complete."""
-    expected = {name: tuple(p.shape) for name, p in owned_parameters(layer).items() if p.requires_grad}
+    expected = {name: tuple(p.shape) for name, p in registry.owned_parameters(layer).items() if p.requires_grad}
     found = {name: tuple(share.shape) for name, share in shares.items() if name in expected}
     if found != expected:
         declared = f"the rule declared for {type(layer).__name__}"
@@ -319,11 +293,11 @@ def _checked(layer: nn.Module, shares: dict[str, Contribution]) -> dict[str, Con
 
 def _affine(call: LayerCall) -> dict[str, Contribution]:
     """The rule of ``nn.Linear`` and of every layer that was declared by a matrix."""
-    kind = kind_of(call.layer)
+    kind = registry.kind_of(call.layer)
     assert kind is not None
     (matrix,) = kind.matrices(call.layer)
     inputs = call.input
-    layout = sample_layout(inputs.shape, inputs.ndim - 1, call)
+    layout = sample_layout.sample_layout(inputs.shape, inputs.ndim - 1, call)
     delta = layout.arranged(call.cotangent)
     norms = row_norms(delta) if delta.shape[1] == 1 else None
     shares: dict[str, Contribution] = {}
@@ -340,7 +314,7 @@ def _affine(call: LayerCall) -> dict[str, Contribution]:
 def _embedding(call: LayerCall) -> dict[str, Contribution]:
     layer, indices, delta = call.layer, call.input, call.cotangent
     # One dimension that is not n counts positions, most likely, and the table's rows were spread over the samples.
-    layout = sample_layout(indices.shape, indices.ndim, call, ids=indices if indices.ndim == 1 else None)
+    layout = sample_layout.sample_layout(indices.shape, indices.ndim, call, ids=indices if indices.ndim == 1 else None)
     if layer.padding_idx is not None:
         delta = delta.masked_fill((indices == layer.padding_idx)[..., None], 0)
     if layer.scale_grad_by_freq:
@@ -350,13 +324,13 @@ def _embedding(call: LayerCall) -> dict[str, Contribution]:
 
 def _convolution(call: LayerCall) -> dict[str, Contribution]:
     """Contributions of a transposed convolution: the gradient of one that reads the cotangents, of the inputs."""
-    layer, inputs, delta, pads = call.layer, call.input, call.cotangent, padding(call.layer)
+    layer, inputs, delta, pads = call.layer, call.input, call.cotangent, registry.padding(call.layer)
     transposed = _base(layer) in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     if layer.padding_mode != "zeros":
         inputs = F.pad(inputs, pad_argument(pads), layer.padding_mode)
         pads = [(0, 0)] * len(pads)
     dimensions = len(layer.kernel_size)
-    layout = sample_layout(inputs.shape, inputs.ndim - 1 - dimensions, replace(call, rows={}))
+    layout = sample_layout.sample_layout(inputs.shape, inputs.ndim - 1 - dimensions, replace(call, rows={}))
     images, rows = (delta, inputs) if transposed else (inputs, delta)
     shares: dict[str, Contribution] = {}
     if call.trains("weight"):
@@ -380,15 +354,15 @@ def _convolution(call: LayerCall) -> dict[str, Contribution]:
 def _normalization(call: LayerCall) -> dict[str, Contribution]:
     layer, base = call.layer, _base(call.layer)
     inputs, delta = at_least_float32(call.input), at_least_float32(call.cotangent)
-    shape = (layer.weight if layer.weight is not None else layer.bias).shape
-    eps = layer.eps if hasattr(layer, "eps") else layer.variance_epsilon  # the name in transformers
+    own = {name: p for name, p in layer._parameters.items() if p is not None}
+    shape = next(iter(own.values())).shape
     over_features = base in (nn.LayerNorm, nn.RMSNorm)
     if over_features:
         leading = inputs.ndim - len(shape)
     else:
         is_unbatched = base in _INSTANCE_NORMS and inputs.ndim == 2 + _INSTANCE_NORMS.index(base)
         leading = 0 if is_unbatched else 1
-    layout = sample_layout(inputs.shape, leading, call)
+    layout = sample_layout.sample_layout(inputs.shape, leading, call)
 
     def share(product: Tensor) -> Dense:
         gradients = layout.arranged(product).sum(1)
@@ -396,26 +370,16 @@ def _normalization(call: LayerCall) -> dict[str, Contribution]:
 
     shares: dict[str, Contribution] = {}
     if call.trains("weight"):  # by which the layer multiplies the normalised inputs
-        if base is nn.LayerNorm:
-            normalised = F.layer_norm(inputs, shape, eps=eps)
-        elif base is nn.RMSNorm:
-            normalised = F.rms_norm(inputs, shape, eps=eps)
-        elif base is nn.GroupNorm:
-            normalised = F.group_norm(inputs, layer.num_groups, eps=eps)
-        elif base in _INSTANCE_NORMS and (layer.training or not layer.track_running_stats):
-            normalised = F.instance_norm(inputs, eps=eps)
-        elif base not in _INSTANCE_NORMS and (layer.training or layer.running_mean is None):
-            normalised = F.batch_norm(inputs, None, None, training=True, eps=eps)
-        else:
-            normalised = F.batch_norm(inputs, layer.running_mean, layer.running_var, eps=eps)
-        shares["weight"] = share(normalised * delta)
+        neutral = {name: inputs.new_full(p.shape, name == "weight") for name, p in own.items()}
+        with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
+            shares["weight"] = share(run_with(layer, neutral, inputs) * delta)
     if call.trains("bias"):
         shares["bias"] = share(delta)
     return shares
 
 
 def _base(layer: nn.Module) -> type[nn.Module]:
-    kind = kind_of(layer)
+    kind = registry.kind_of(layer)
     assert kind is not None and kind.base is not None
     return kind.base
 
@@ -426,7 +390,7 @@ def _elementwise(call: LayerCall, forms: Mapping[int, ElementwiseForm]) -> dict[
     if form is None or len(call.args) + len(call.kwargs) > 1:  # it was recognized by calls with the input alone
         return contributions_by_vmap(call)
     layer, inputs, delta = call.layer, at_least_float32(call.input), at_least_float32(call.cotangent)
-    layout = sample_layout(inputs.shape, inputs.ndim - 1 if form.pointwise else 1, call)
+    layout = sample_layout.sample_layout(inputs.shape, inputs.ndim - 1 if form.pointwise else 1, call)
     own = {name: p for name, p in layer._parameters.items() if p is not None}
     zeros = {name: torch.zeros_like(p, dtype=inputs.dtype) for name, p in own.items()}
     shares: dict[str, Contribution] = {}
@@ -450,7 +414,7 @@ def _elementwise(call: LayerCall, forms: Mapping[int, ElementwiseForm]) -> dict[
 
 def _parametric_relu(call: LayerCall) -> dict[str, Contribution]:
     slopes, inputs, delta = call.layer.num_parameters, at_least_float32(call.input), at_least_float32(call.cotangent)
-    layout = sample_layout(inputs.shape, max(1, inputs.ndim - 1) if slopes == 1 else 1, call)
+    layout = sample_layout.sample_layout(inputs.shape, max(1, inputs.ndim - 1) if slopes == 1 else 1, call)
     gradients = layout.arranged(inputs.clamp(max=0) * delta).sum(1)
     return {"weight": Dense(gradients.reshape(layout.samples, slopes, -1).sum(2))}
 
@@ -459,17 +423,17 @@ def _attention(call: LayerCall) -> dict[str, Contribution]:
     raise Uncovered("its products are seen only while it runs (see inner_calls.py)")
 
 
-_BY_VMAP = _Reader(contributions_by_vmap, runs_again=True, is_known=False)
+_BY_VMAP = Reader(contributions_by_vmap, runs_again=True, is_known=False)
 # By the base of the kind of layer.
-_READERS: dict[type[nn.Module], _Reader] = {
-    nn.Linear: _Reader(_affine),
-    nn.Embedding: _Reader(_embedding),
-    nn.PReLU: _Reader(_parametric_relu),
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _Reader(_convolution)),
-    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _Reader(_convolution)),
-    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), _Reader(_normalization)),
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, *_INSTANCE_NORMS), _Reader(_normalization)),
-    **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), _Reader(recurrent_contributions, runs_again=True)),
-    **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), _Reader(cell_contributions)),
-    nn.MultiheadAttention: _Reader(_attention),
+_READERS: dict[type[nn.Module], Reader] = {
+    nn.Linear: Reader(_affine),
+    nn.Embedding: Reader(_embedding),
+    nn.PReLU: Reader(_parametric_relu),
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), Reader(_convolution)),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), Reader(_convolution)),
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), Reader(_normalization)),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, *_INSTANCE_NORMS), Reader(_normalization)),
+    **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), Reader(recurrent_contributions, runs_again=True)),
+    **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), Reader(cell_contributions)),
+    nn.MultiheadAttention: Reader(_attention),
 }

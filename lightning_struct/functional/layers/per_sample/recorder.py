@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,37 +17,29 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.functional.checks import checked, first_line
-from lightning_struct.functional.layers.calls import LayerCall, Samples, admissible_sizes, tensors_in
+from lightning_struct.functional.layers.calls import LayerCall, Samples, admissible_sizes, map_leaves, tensors_in
 from lightning_struct.functional.layers.kinds import couples_samples
-from lightning_struct.functional.layers.per_sample.contributions import Contribution, Dense, Uncovered, squared_norms
-from lightning_struct.functional.layers.per_sample.inner_calls import (
-    InnerCalls,
-    RecordedCalls,
-    has_inner_calls,
-    is_recorded,
-    parameter_uses,
+from lightning_struct.functional.layers.per_sample import inner_calls
+from lightning_struct.functional.layers.per_sample.contributions import (
+    Contribution,
+    Dense,
+    Uncovered,
+    at_least_float32,
+    squared_norms,
 )
 from lightning_struct.functional.layers.per_sample.layer_contributions import (
     CannotRunAgain,
     contributions,
     draws_random_numbers,
     has_rule,
-    runs_again,
+    reader_of,
 )
-from lightning_struct.functional.layers.per_sample.module_call import ModuleCall, places
-from lightning_struct.functional.layers.per_sample.pass_records import (
-    ArrivedShares,
-    Checksums,
-    MeasuredNorms,
-    PendingCall,
-    checksum_of_shares,
-    checksums,
-    pending_call,
-)
+from lightning_struct.functional.layers.per_sample.sample_layout import ModuleCall, places
 from lightning_struct.functional.layers.registry import base_call, owned_parameters
 from lightning_struct.functional.randomness import (
     RandomState,
     isolated_host_generators,
+    random_signs,
     random_state,
     restored_random_state,
 )
@@ -54,6 +47,159 @@ from lightning_struct.functional.torch_tools import current_backward
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+@dataclass(eq=False)
+class PendingCall:
+    """One call of a layer whose cotangents are pending.
+
+    Attributes:
+        call: without cotangents.
+        parameters: those that it uses, by name.
+        backward: the pass within which it was made, by a checkpoint, or -1.
+        autocast: (device, dtype, enabled) of the call, for running the layer again; None if it is not.
+        random_state: of the generators before the call, for the same.
+        use: the one use inside of the call that the cotangents are of; None for the whole call.
+        accumulated: the parameters whose gradients it has taken part in.
+    """
+
+    call: LayerCall
+    parameters: dict[str, nn.Parameter]
+    backward: int
+    autocast: tuple[str, torch.dtype, bool] | None = None
+    random_state: RandomState | None = None
+    use: inner_calls.ParameterUse | None = None
+    accumulated: set[nn.Parameter] = field(default_factory=set)
+
+
+def pending_call(call: LayerCall, parameters: dict[str, nn.Parameter], state: RandomState | None) -> PendingCall:
+    """The record of a call for the backward pass, cut off from the graph.
+
+    Args:
+        call: with its outputs.
+        parameters: those that it uses and that are trained, by name.
+        state: of the random generators before the call, if its layer draws random numbers.
+    """
+    args, kwargs = _detached((call.args, call.kwargs))
+    reader, outputs = reader_of(call.layer), None
+    if reader.runs_again or reader.declared or reader.recognized:
+        # if they are compared they must be those of the call, which the next layer may write over
+        outputs = _detached(call.outputs, copy=not reader.is_known or draws_random_numbers(call.layer))
+    pending = PendingCall(replace(call, args=args, kwargs=kwargs, outputs=outputs), parameters, current_backward())
+    if reader.runs_again or reader.recognized:
+        device = tensors_in(outputs)[0].device.type
+        pending.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        pending.random_state = state
+    return pending
+
+
+def _detached(value: Any, *, copy: bool = False) -> Any:
+    """``value`` with its tensors cut off from the graph, which would otherwise live as long as they.
+
+    A tensor in two places remains one tensor.
+    """
+    seen: dict[int, Tensor] = {}
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and id(leaf) not in seen:
+            seen[id(leaf)] = leaf.detach().clone() if copy else leaf.detach()
+        return seen.get(id(leaf), leaf)
+
+    return map_leaves(cut, value)
+
+
+@dataclass
+class ArrivedShares:
+    """Shares of a parameter's gradient that have arrived before it is accumulated.
+
+    ``outer`` is the backward pass that a checkpoint's own, ``backward``, belongs to; ``fresh`` says that the gradient
+    was None.
+    """
+
+    backward: int
+    outer: int
+    fresh: bool
+    calls: list[PendingCall] = field(default_factory=list)
+    shares: list[Contribution] = field(default_factory=list)
+    reason: str | None = None
+
+
+@dataclass
+class MeasuredNorms:
+    squared_norms: list[Tensor] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
+    checksum: Tensor | None = None
+
+
+class Checksums(NamedTuple):
+    """Projections of one parameter's gradient G on four pairs of random signs, r over its rows and s over its columns.
+
+    Attributes:
+        measured: (4,), rᵀ(Σᵢ cᵢ)s; linear in the gradient: the mean over processes is that of the mean gradient.
+        gradient: (4,), rᵀGs.
+        scale: the unit of the comparison, ‖G‖ or a tenth of (Σᵢ‖cᵢ‖²)^½ if that is larger (then G is mostly rounding).
+        tolerance: the largest ``relative_error`` that is rounding.
+    """
+
+    measured: Tensor
+    gradient: Tensor
+    scale: Tensor
+    tolerance: float
+
+    @property
+    def relative_error(self) -> Tensor:
+        """A scalar, an estimate of ‖Σᵢ cᵢ - G‖ / ``scale``; 0 if both are 0."""
+        error = torch.linalg.vector_norm(self.measured - self.gradient) / math.sqrt(len(self.gradient))
+        return error / self.scale.clamp(min=torch.finfo(self.scale.dtype).tiny)
+
+
+def checksum_of_shares(parameter: nn.Parameter, shares: Sequence[Contribution], seed: int) -> Tensor:
+    """(4,), rᵀ(Σᵢ cᵢ)s of all shares of one backward pass."""
+    left, right = _signs(parameter, seed)
+    with torch.no_grad(), torch.autocast(parameter.device.type, enabled=False):
+        projections = [share.projections(left, right) for share in shares]
+        return projections[0] if len(projections) == 1 else torch.stack(projections).sum(0)
+
+
+def checksums(parameter: nn.Parameter, measured: Tensor, squared_norms: Sequence[Tensor], seed: int) -> Checksums:
+    """Checksums of the measured shares and of the parameter's ``.grad`` as it is now.
+
+    Args:
+        parameter: with a gradient, dense or sparse.
+        measured: the sum of :func:`checksum_of_shares` over the backward passes.
+        squared_norms: ‖cᵢ‖² of the shares, of each pass.
+        seed: of the signs, the same as for ``measured``.
+    """
+    assert parameter.grad is not None
+    gradient = at_least_float32(parameter.grad.detach())
+    left, right = (vector.to(gradient.dtype) for vector in _signs(parameter, seed))
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        projected = torch.linalg.vecdot(left[:, gradient.indices()[0]] @ gradient.values(), right)
+        norm = torch.linalg.vector_norm(gradient.values())
+    else:
+        projected = torch.linalg.vecdot(left @ gradient.reshape(left.shape[1], right.shape[1]), right)
+        norm = torch.linalg.vector_norm(gradient)
+    spread = torch.stack([norms.sum() for norms in squared_norms]).sum().sqrt()
+    scale = torch.maximum(norm, 0.1 * spread.to(norm.dtype))
+    tolerance = 1e-6 if gradient.dtype == torch.float64 else 0.05
+    return Checksums(measured, projected, scale, tolerance)
+
+
+def _signs(parameter: nn.Parameter, seed: int) -> tuple[Tensor, Tensor]:
+    """r over the rows of the parameter and s over its columns, (4, rows) and (4, columns) of ±1, always the same."""
+    rows = parameter.shape[0] if parameter.ndim else 1
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return _signs_of(rows, parameter.numel() // max(1, rows), dtype, parameter.device, seed)
+
+
+@lru_cache(maxsize=64)  # of shapes; layers of one shape share theirs
+@torch.inference_mode(False)
+def _signs_of(rows: int, columns: int, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
+    generator, like = torch.Generator().manual_seed(seed), torch.empty(0, dtype=dtype, device="cpu")
+    left, right = (random_signs(4, size, like=like, generator=generator).to(device) for size in (rows, columns))
+    return left, right
+
 
 _DIFFERENTIATED_TWICE = "it is differentiated twice, as by a penalty on gradients"
 
@@ -79,12 +225,12 @@ class ParameterNorms:
 class GradientNormRecorder:
     """Measures, in ordinary forward and backward passes, each sample's share of the gradient of each parameter.
 
-    The share cᵢ of sample i is what it adds to ``parameter.grad``: Σᵢ cᵢ is what one backward pass adds. A parameter
+    The share cᵢ of sample i is its part of ``parameter.grad``: one backward pass adds Σᵢ cᵢ. A parameter
     may be used by several layers, and a layer called several times: the shares of one backward pass are summed before
     their norms are taken. Further backward passes are further samples, until the gradient is None again. What does not
     reach ``.grad`` is not measured, such as ``torch.autograd.grad`` in the inputs.
 
-    Measured is what is used inside the ``forward`` of the layer that owns the parameter. A layer whose type has no rule
+    Measured are uses inside the ``forward`` of the layer that owns the parameter. A layer whose type has no rule
     is run again in the backward pass under ``torch.func.vmap``, which is named in one warning; batch normalisation in
     training gets one too. Parameters that cannot be measured are *uncovered*. With ``check`` so are those whose
     gradients turn out to come, in part, from elsewhere.
@@ -100,7 +246,7 @@ class GradientNormRecorder:
             :func:`~lightning_struct.functional.layers.per_sample.contributions.squared_norms`.
         uncovered: whether :meth:`results` raises if a parameter with a gradient is uncovered, or leaves it out. Then
             an error within a hook does not end the pass either: it makes the parameters of its layer uncovered.
-        check: keep what :meth:`verify` needs. May be set before each backward pass.
+        check: keep the numbers that :meth:`verify` needs. May be set before each backward pass.
         seed: of the random projections.
         part: (r, P): of the samples of P processes together, these are the r-th and every P-th after it. Then the
             random projections are those that one process would take.
@@ -116,8 +262,8 @@ class GradientNormRecorder:
             call a tensor of which both of the first two dimensions may be n. Else each k rows in a row are taken for
             one sample, and the first dimension for n.
 
-    If by chance both of the first two dimensions of what a layer reads have a size that n may have, or if a table is
-    read by ids (n,) that are no part of what the module reads, the module is run once more with one sample less, which
+    If by chance both of the first two dimensions of an input of a layer have a size that n may have, or if a table is
+    read by ids (n,) that are no part of the module's inputs, the module is run once more with one sample less, which
     shows the dimension of the samples; what has none is uncovered.
 
     Raises:
@@ -160,7 +306,7 @@ class GradientNormRecorder:
         self._generators: dict[torch.device, torch.Generator] = {}
         self._projection_seed, self._part = seed, part
         self._random_states: dict[nn.Module, RandomState] = {}
-        self._watching: dict[nn.Module, RecordedCalls | InnerCalls] = {}
+        self._watching: dict[nn.Module, inner_calls.RecordedCalls | inner_calls.InnerCalls] = {}
         self._module_call: ModuleCall | None = None
         self._latest_call: ModuleCall | None = None
         self._no_call = ModuleCall(module, (), {}, (), self._running_again)
@@ -215,19 +361,19 @@ class GradientNormRecorder:
             self._watch(parameter)
 
     def _hook(self, layer: nn.Module) -> None:
-        watch: Callable[[], RecordedCalls | InnerCalls] | None = None
-        if is_recorded(layer):
-            watch = RecordedCalls
-        elif has_inner_calls(layer):
-            watch = partial(InnerCalls, layer)
-        if watch is not None or (has_rule(layer) and runs_again(layer)):
+        watch: Callable[[], inner_calls.RecordedCalls | inner_calls.InnerCalls] | None = None
+        if inner_calls.is_recorded(layer):
+            watch = inner_calls.RecordedCalls
+        elif inner_calls.has_inner_calls(layer):
+            watch = partial(inner_calls.InnerCalls, layer)
+        if watch is not None or (has_rule(layer) and reader_of(layer).runs_again):
             before = self._guarded(partial(self._before_forward, watch))
             self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
         after = self._guarded(self._after_forward)
         self._handles.append(layer.register_forward_hook(after, with_kwargs=True, always_call=watch is not None))
 
     def remove(self) -> None:
-        """Take the hooks away. What was measured stays."""
+        """Take the hooks away. The measurements stay."""
         for handle in self._handles:
             handle.remove()
         for watching in self._watching.values():
@@ -264,15 +410,16 @@ class GradientNormRecorder:
         self._generators.clear()
 
     def reset(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Forget what was measured, of all parameters or these, as where their gradients are filled with zeros."""
+        """Forget the measurements, of all parameters or these, as after their gradients are filled with zeros."""
         for parameter in self._names if parameters is None else parameters:
             self._measured.pop(parameter, None)
             self._uncovered.pop(parameter, None)
 
     def checksums(self) -> dict[str, Checksums]:
-        """Checksums of the covered parameters' ``.grad`` as it is now, by name, to be compared with what was measured.
+        """Checksums of the covered parameters' ``.grad`` as it is now, by name, to be compared with the measured
+        shares.
 
-        Left out are parameters without gradient, or of which a backward pass was made without ``check``.
+        Left out are parameters without gradient, or with a backward pass without ``check``.
         """
         return {self._names[parameter]: sums for parameter, sums in self._checksums_of(self._names)}
 
@@ -314,7 +461,7 @@ class GradientNormRecorder:
 
     @contextmanager
     def _excused(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """After an error the parameters are uncovered until :meth:`remove`; it is raised where that is asked for."""
+        """After an error the parameters are uncovered until :meth:`remove`; it is raised if that is asked for."""
         try:
             yield
         except Exception as error:
@@ -347,7 +494,7 @@ class GradientNormRecorder:
 
     def _before_forward(
         self,
-        watch: Callable[[], RecordedCalls | InnerCalls] | None,
+        watch: Callable[[], inner_calls.RecordedCalls | inner_calls.InnerCalls] | None,
         layer: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -376,14 +523,14 @@ class GradientNormRecorder:
         of_pass: dict[str, Any] = {"samples": self.samples, "rows": self.rows, "ambiguous": self.ambiguous}
         of_pass["module_call"] = module_call
         call = LayerCall(layer, args, kwargs, outputs, **of_pass)
-        if not isinstance(watching, RecordedCalls):
+        if not isinstance(watching, inner_calls.RecordedCalls):
             inner = [] if watching is None else [(replace(made, **of_pass), before) for made, before in watching.calls]
             for made, state_before in inner or [(call, state)]:
                 self._expect(made, state_before)
             return
         for parameter in self._layers[layer].values():
             self._watch(parameter)
-        for edge, use in parameter_uses(base_call(replace(call, outputs=None)), watching.calls):
+        for edge, use in inner_calls.parameter_uses(base_call(replace(call, outputs=None)), watching.calls):
             # Neither the pending call nor its hook may hold the graph, which holds the hook.
             pending = PendingCall(LayerCall(layer, **of_pass), use.parameters, current_backward(), use=use)
             edge.node.register_prehook(partial(self._arrive_at_node, pending, edge.output_nr))
@@ -391,7 +538,7 @@ class GradientNormRecorder:
     def _expect(self, call: LayerCall, state: RandomState | None) -> None:
         """Await the cotangents of the outputs of a call."""
         measured = set(self._layers[call.layer].values())
-        present = owned_parameters(call.layer)  # under other names where the layer has been pruned since
+        present = owned_parameters(call.layer)  # under other names if the layer has been pruned since
         trainable = {name: p for name, p in present.items() if p in measured and p.requires_grad}
         tensors = tensors_in(call.outputs)
         differentiable = [i for i, tensor in enumerate(tensors) if tensor.requires_grad and not tensor.is_leaf]

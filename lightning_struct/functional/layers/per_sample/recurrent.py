@@ -1,8 +1,8 @@
 """Per-sample gradient contributions of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU``, and of their cells.
 
 A layer is run again from its recorded input and initial state, and then backwards from the cotangents of its outputs
-(:mod:`~lightning_struct.functional.layers.recurrent_cells`). What results is one cotangent δ_t for each pre-activation:
-a weight's share of one sample is Σ_t δ_t a_tᵀ with what it multiplied, a_t.
+(:mod:`~lightning_struct.functional.layers.recurrent_cells`). The result is one cotangent δ_t for each pre-activation:
+a weight's share of one sample is Σ_t δ_t a_tᵀ with its input a_t.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def cell_contributions(call: LayerCall) -> dict[str, Contribution]:
 
 @cache
 def _computes_state_from_returned_cell(device: str) -> bool:
-    """Whether the c that ``torch.lstm_cell`` returns is what it computes h from; a fused kernel returns copies.
+    """Whether the c that ``torch.lstm_cell`` returns is the one that it computes h from; a fused kernel returns copies.
 
-    If it is, the cotangent that arrives at c has what comes from h already.
+    If it is, the cotangent that arrives at c has the part that comes from h already.
     """
     with torch.enable_grad():
         weight = torch.zeros(4, 1, device=device, requires_grad=True)

@@ -11,12 +11,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.curvature.kronecker import second_moments, squared_shares
-from lightning_struct.functional.curvature.kronecker_roots import (
+from lightning_struct.functional.curvature.kronecker import (
     DiagonalRoot,
     KroneckerRoot,
     diagonal_root,
     kronecker_root,
+    second_moments,
+    squared_shares,
     unchecked_diagonal_root,
     unchecked_kronecker_root,
 )

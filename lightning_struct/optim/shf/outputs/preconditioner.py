@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce, all_reduce_together
 from lightning_struct.functional.checks import first_line, warn
-from lightning_struct.functional.curvature.kronecker_roots import (
+from lightning_struct.functional.curvature.kronecker import (
     DiagonalRoot,
     KroneckerRoot,
     NotPositiveDefinite,

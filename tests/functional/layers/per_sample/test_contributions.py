@@ -7,13 +7,13 @@ from torch import Tensor
 from lightning_struct.functional.layers.per_sample import contributions as module_under_test
 from lightning_struct.functional.layers.per_sample.contributions import (
     Contribution,
+    Convolution,
     Dense,
     Lookup,
     Outer,
     Uncovered,
     squared_norms,
 )
-from lightning_struct.functional.layers.per_sample.convolution import Convolution
 from tests.cases import gaussian
 
 N, ROWS, COLUMNS = 4, 7, 3

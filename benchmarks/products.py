@@ -35,7 +35,7 @@ from torch import Tensor, nn
 import harness
 from harness import Run
 from lightning_struct.functional import SquaredError
-from lightning_struct.functional.jacobian import autograd_linearization
+from lightning_struct.functional.jacobian import gauss_newton
 from lightning_struct.functional.solvers.least_squares import lsmr
 from lightning_struct.optim import SHF
 from lightning_struct.optim.shf.outputs.batch_model import BatchModel
@@ -107,7 +107,7 @@ def gradient(model: nn.Module, x: Tensor, y: Tensor) -> None:
 def our_iterations(variant: str, model: nn.Module, x: Tensor, y: Tensor, scaled: bool) -> Callable[[int], None]:
     """LSMR as SHF calls it: warm start, damping, and where it is ``scaled`` a diagonal preconditioner."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    rules = nullcontext() if variant in OURS else patch.object(autograd_linearization, "layer_derivatives", nullcontext)
+    rules = nullcontext() if variant in OURS else patch.object(gauss_newton, "layer_derivatives", nullcontext)
     with rules:
         backend = variant.partition(" ")[0]
         settings = SHF.paper(model, "mse", backend=backend).settings

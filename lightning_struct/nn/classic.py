@@ -21,7 +21,7 @@ from lightning_struct.functional.structured.cost_model import (
 )
 from lightning_struct.functional.structured.operators import SubdiagonalOperator
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix, ReversedColumns
-from lightning_struct.functional.structured.spectra import ScaledToeplitzSpectra
+from lightning_struct.functional.structured.scaled_toeplitz import ScaledToeplitzSpectra
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense
 from lightning_struct.functional.structured.transforms import (
     cauchy_like_matmul,

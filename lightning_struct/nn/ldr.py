@@ -28,7 +28,7 @@ from lightning_struct.functional.structured.prepared import (
     PreparedMatrix,
     TransposedMatrix,
 )
-from lightning_struct.functional.structured.spectra import ScaledToeplitzSpectra
+from lightning_struct.functional.structured.scaled_toeplitz import ScaledToeplitzSpectra
 from lightning_struct.functional.structured.subdiagonal import (
     SUBDIAGONAL_METHODS,
     KrylovTrees,

@@ -101,7 +101,7 @@ def fisher_scaling(diagonal: Tensor, damping: float) -> Tensor:
 
     Args:
         diagonal: F >= 0, of any shape and floating dtype, as :func:`empirical_fisher_diagonal` returns it.
-        damping: λ; if it is 0, c is infinite where F is 0.
+        damping: λ; if it is 0, c is infinite for F = 0.
 
     Returns:
         c, of the shape and dtype of F.

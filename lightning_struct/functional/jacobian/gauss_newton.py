@@ -11,23 +11,235 @@ the network again in each of them, as forward-over-reverse differentiation does,
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.func import functionalize, vmap
+from torch.func import jvp as torch_jvp
+from torch.func import vjp as torch_vjp
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.const_fold import split_const_subgraphs
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_struct.functional.checks import checked, first_line
-from lightning_struct.functional.jacobian.autograd_linearization import DoubleBackward, Function, Linearize, written
 from lightning_struct.functional.jacobian.layer_chain import LayerChain, record_layer_chain
+from lightning_struct.functional.jacobian.layer_derivatives import layer_derivatives
 from lightning_struct.functional.jacobian.linearization import Linearization, Parameters
 from lightning_struct.functional.layers.calls import rows_of_arguments, tensors_in
+from lightning_struct.functional.layers.per_sample.contributions import sample_chunks
 from lightning_struct.functional.layers.registry import coupling_layer
-from lightning_struct.functional.randomness import random_state, restored_random_state, set_random_state
+from lightning_struct.functional.randomness import normal_numbers, random_state, restored_random_state, set_random_state
+from lightning_struct.functional.torch_tools import call_with
+from lightning_struct.functional.vectors import inner
 
 _log = logging.getLogger(__name__)
 
 BACKENDS = ("layer_rules", "double_backward", "linearize")
+
+Function: TypeAlias = nn.Module | Callable[..., Tensor]
+
+
+class _Autograd(Linearization):
+    """The part that needs a graph of the outputs only: Jᵀu, and per-sample products by vmap."""
+
+    def __init__(self, function: Function, params: Parameters, args: tuple[Any, ...]) -> None:
+        self._module = function if isinstance(function, nn.Module) else None
+        self._call: Callable[..., Tensor] = function
+        if isinstance(function, nn.Module):
+            self._call = lambda params, *inputs: call_with(function, params, inputs)
+        self._args = args
+        self._point = {name: p.clone().requires_grad_() for name, p in params.items()}
+        self._random_state = random_state(*args)
+        with torch.enable_grad(), _twice_differentiable(self._module):
+            self._graph = self._call(self._point, *args)
+        if not isinstance(self._graph, Tensor):
+            got = type(self._graph).__name__
+            raise TypeError(f"the function must return one tensor, got {got}: wrap it in a module that picks it out")
+        if not self._graph.requires_grad:
+            raise ValueError(f"the outputs depend on none of the parameters {', '.join(params)}")
+        self.outputs = self._graph.detach()
+        self._is_mapped = not any(isinstance(a, dict) for a in args)  # vmap needs a row of each sample in all entries
+
+    def _vjp(self, u: Tensor, out: Parameters | None) -> dict[str, Tensor]:
+        gradients = torch.autograd.grad(
+            self._graph, list(self._point.values()), u.to(self._graph.dtype), retain_graph=True, materialize_grads=True
+        )
+        return written(dict(zip(self._point, gradients, strict=True)), out)
+
+    def _squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
+        total = {name: torch.zeros_like(p, requires_grad=False) for name, p in self._point.items()}
+        for gradients in self._per_sample_vjps(u):
+            for name, g in gradients.items():
+                total[name] += g.square().sum(0)
+        return total
+
+    def _squared_norms(self, u: Tensor) -> Tensor:
+        norms = []
+        for gradients in self._per_sample_vjps(u):
+            norms.append(torch.stack([g.square().reshape(len(g), -1).sum(1) for g in gradients.values()]).sum(0))
+        return torch.cat(norms)
+
+    def _per_sample_vjps(self, u: Tensor) -> Iterator[dict[str, Tensor]]:
+        """Jᵢᵀuᵢ, a few samples at a time, stacked along a new first dimension."""
+        name = None if self._module is None else coupling_layer(self._module)
+        if name is not None:
+            remedy = "put it in eval mode, with running statistics, or do without per-sample quantities"
+            raise ValueError(f"{name} normalises over the batch, so a gradient per sample is not defined: {remedy}")
+        point = {name: p.detach() for name, p in self._point.items()}
+        u = u.to(self._graph.dtype)
+
+        def one(u_i: Tensor, *args_i: Any) -> dict[str, Tensor]:
+            batch_of_one = tuple(a[None] if isinstance(a, Tensor) else a for a in args_i)
+            return torch_vjp(lambda p: self._call(p, *batch_of_one), point)[1](u_i[None])[0]
+
+        in_dims = (0, *(0 if isinstance(a, Tensor) else None for a in self._args))
+        count = u.shape[0]
+        for rows in sample_chunks(count, sum(p.numel() for p in point.values())):
+            arguments = (u[rows], *rows_of_arguments(self._args, rows, count))
+            with _twice_differentiable(self._module), restored_random_state(self._random_state):
+                gradients: dict[str, Tensor] | None = None
+                if self._is_mapped:
+                    try:
+                        gradients = vmap(one, in_dims=in_dims, randomness="different")(*arguments)
+                    except torch.OutOfMemoryError:
+                        raise
+                    except RuntimeError:  # of a layer without a batching rule
+                        self._is_mapped = False
+                if gradients is None:  # one sample at a time
+                    singles = zip(*[self._vjp_of_sample(u, i) for i in range(count)[rows]], strict=True)
+                    gradients = {name: torch.stack(g) for name, g in zip(point, singles, strict=True)}
+            yield gradients
+
+    def _vjp_of_sample(self, u: Tensor, i: int) -> tuple[Tensor, ...]:
+        row = slice(i, i + 1)
+        with torch.enable_grad():
+            outputs = self._call(self._point, *rows_of_arguments(self._args, row, len(u)))
+        return torch.autograd.grad(outputs, list(self._point.values()), u[row], materialize_grads=True)
+
+
+class DoubleBackward(_Autograd):
+    """J v as the derivative of u -> Jᵀu: both graphs are kept."""
+
+    backend = "double_backward"
+
+    def __init__(self, function: Function, params: Parameters, args: tuple[Any, ...]) -> None:
+        with layer_derivatives(function if isinstance(function, nn.Module) else None):
+            super().__init__(function, params, args)
+        self._u = torch.zeros_like(self._graph, requires_grad=True)
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(
+                self._graph, list(self._point.values()), self._u, create_graph=True, materialize_grads=True
+            )
+        reached = {name: g for name, g in zip(self._point, gradients, strict=True) if g.requires_grad}
+        self._reached, self._vjp_graph = list(reached), list(reached.values())
+
+    def _jvp(self, v: Parameters) -> Tensor:
+        tangents = [v[name].to(g.dtype) for name, g in zip(self._reached, self._vjp_graph, strict=True)]
+        try:
+            (tangent,) = torch.autograd.grad(self._vjp_graph, self._u, tangents, retain_graph=True)
+        except NotImplementedError as error:
+            remedy = "Compute the same by other operations, as nn.EmbeddingBag by nn.Embedding and a sum or mean"
+            missing = "products with the Jacobian need a second derivative that torch does not have"
+            raise ValueError(f"{missing}: {error} {remedy}") from error
+        return tangent
+
+
+class Linearize(_Autograd):
+    """J v from a trace of the forward derivative, with all that does not depend on v computed once.
+
+    This is ``torch.func.linearize``, but for one step: in-place operations are made functional before the trace is cut
+    in two. Without it recurrent layers are right in the first product and wrong in all later ones (torch 2.15). A trace
+    in which in-place writes are left (``padding_mode="circular"``) is refused, since the cut loses them: memory that
+    was never written would be read. A check against Jᵀu catches other traces that are wrong in silence.
+    """
+
+    backend = "linearize"
+
+    def __init__(self, function: Function, params: Parameters, args: tuple[Any, ...]) -> None:
+        super().__init__(function, params, args)
+        point = {name: p.detach() for name, p in self._point.items()}
+
+        def tangent(*v: Tensor) -> Tensor:
+            return torch_jvp(lambda p: self._call(p, *args), (point,), (dict(zip(point, v, strict=True)),))[1]
+
+        with (
+            torch.no_grad(),
+            _twice_differentiable(self._module),
+            restored_random_state(self._random_state),  # the same dropout mask as in the graph
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # notes of the tracer about its own deprecations
+            trace = make_fx(functionalize(tangent))(*(torch.zeros_like(p) for p in point.values()))
+            _refuse_lost_writes(trace)
+            self._trace = split_const_subgraphs(trace)
+            self._trace.run_folding()
+        self._check_adjoint()
+
+    def _jvp(self, v: Parameters) -> Tensor:
+        with torch.no_grad(), restored_random_state(self._random_state):
+            return self._trace(*(v[name] for name in self._point))
+
+    def _check_adjoint(self) -> None:
+        """⟨u, J v⟩ = ⟨Jᵀu, v⟩ for one random pair."""
+        generator = torch.Generator().manual_seed(0)
+        v = {k: normal_numbers(*p.shape, like=p, dtype=p.dtype, generator=generator) for k, p in self._point.items()}
+        u = normal_numbers(*self.outputs.shape, like=self.outputs, dtype=torch.float32, generator=generator)
+        self.jvp(v)  # a product that is wrong only from the second one on is wrong too
+        tangent, gradients = self.jvp(v), self.vjp(u)
+        left = inner(u, tangent)
+        right = torch.stack([inner(gradients[name], v[name]) for name in v]).sum()
+        scale = (inner(u, u) * inner(tangent, tangent)).sqrt()
+        tolerance = torch.finfo(self.outputs.dtype).eps ** 0.5
+        if not (left - right).abs() <= tolerance * scale:
+            raise RuntimeError(f"it gives a product that is not the adjoint of Jᵀu ({left:.6g} against {right:.6g})")
+
+
+def _refuse_lost_writes(trace: GraphModule) -> None:
+    """Raise RuntimeError for an in-place operation that takes effect by its write alone.
+
+    A write to a tensor that nothing else reads does no harm (``num_batches_tracked`` of batch normalisation).
+    """
+    for node in trace.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable or node.users:
+            continue
+        written = node.args[0]
+        while _is_view(written):
+            written = written.args[0]
+        if len(written.users) > 1:
+            raise RuntimeError(f"it writes in place ({node.target}), which its trace would lose")
+
+
+def _is_view(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
+
+
+def written(vector: dict[str, Tensor], out: Parameters | None) -> dict[str, Tensor]:
+    return vector if out is None else {name: out[name].copy_(t) for name, t in vector.items()}
+
+
+@contextmanager
+def _twice_differentiable(module: nn.Module | None) -> Iterator[None]:
+    """Kernels that have forward and second derivatives: fused attention and the fused recurrent ones have none."""
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if module is not None and any(isinstance(layer, nn.RNNBase) for layer in module.modules()):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a note about TF32 on another vendor's devices
+                stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fastpath)
 
 
 @checked
@@ -176,7 +388,7 @@ class _Chunked(Linearization):
 
 
 def _sum(vectors: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
-    total = {name: t.clone() for name, t in next(vectors).items()}  # which may be a view of what was given
+    total = {name: t.clone() for name, t in next(vectors).items()}  # which may be a view of an argument
     for vector in vectors:
         for name, t in vector.items():
             total[name] += t

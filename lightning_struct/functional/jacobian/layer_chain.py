@@ -1,6 +1,6 @@
 """Jacobian products of a chain of layers by hand-written rules (Algorithms 4 and 5).
 
-A chain is what one forward pass shows: every layer that was called read what the layer before it returned, the first
+One forward pass shows a chain: every layer that was called read the output of the layer before it, the first
 one the input, and nothing happened in between. The layers may be ``nn.Linear``, elementwise activations, and layers
 that only reshape; the chain may stand in any ``forward``, and a layer may be used twice or share its weight with
 another. Activations and their derivatives are kept, so a product costs its matrix products and nothing else.
@@ -54,9 +54,7 @@ class LayerChain(Linearization):
     backend = "layer_rules"
 
     def __init__(self, steps: list[_Linear | _Elementwise | _Reshape], outputs: Tensor, params: Parameters) -> None:
-        self._steps = steps
-        self._point = dict(params)
-        self.outputs = outputs
+        self._steps, self._point, self.outputs = steps, dict(params), outputs
 
     def _jvp(self, v: Parameters) -> Tensor:
         """Algorithm 4, in its names: J v is the last F. Weights are stored as (out, in), the paper's are Wᵀ."""
@@ -133,7 +131,7 @@ class LayerChain(Linearization):
                     squares[name] = cotangent.square().sum(0)
                 else:
                     squares[name] = cotangent.square().t() @ inputs.square()  # (S̃²)ᵀ (F²), Algorithm 3
-        return {  # in the order and dtype of the parameters, zero where the chain does not reach
+        return {  # in the order and dtype of the parameters, zero if the chain does not reach them
             name: squares[name].to(p.dtype) if name in squares else torch.zeros_like(p)
             for name, p in self._point.items()
         }

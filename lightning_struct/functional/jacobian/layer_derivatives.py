@@ -58,7 +58,7 @@ def is_covered(input: Any, *weights: Tensor | None) -> bool:
 class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, make: Callable[..., LayerDerivative], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*tensors)  # so that torch sees what changes them in place
+        ctx.save_for_backward(*tensors)  # so that torch sees changes of them in place
         ctx.derivative = derivative = make(*tensors)
         return derivative.outputs()
 
@@ -200,7 +200,7 @@ class _Filtered(LayerDerivative):
 
 
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
-# Cotangents of the outputs, a weight or None, and what is needed -> cotangents of inputs, weight and bias.
+# Cotangents of the outputs, a weight or None, and the needed ones -> cotangents of inputs, weight and bias.
 _Backward = Callable[[Tensor, Tensor | None, Sequence[bool]], Sequence[Tensor | None]]
 
 
@@ -216,7 +216,7 @@ def call_layer_norm(layer: nn.LayerNorm, input: Any) -> Tensor:
         normalised, mean, scale = torch.native_layer_norm(inputs, shape, None, None, layer.eps)
 
         def backward(u: Tensor, w: Tensor | None, needed: Sequence[bool]) -> Any:
-            # it takes the gradient of a bias only where there is one
+            # it takes the gradient of a bias only if there is one
             b = None if w is None else bias
             return torch.ops.aten.native_layer_norm_backward(u, inputs, shape, mean, scale, w, b, list(needed))
 

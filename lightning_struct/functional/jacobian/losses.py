@@ -27,7 +27,7 @@ class GaussNewtonLoss(Protocol):
     """A loss as SHF needs it. ``outputs`` are (n, ...), ``targets`` whatever the loss reads; sample i is row i."""
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean over the n samples, a scalar tensor (float64 where rounding matters)."""
+        """The mean over the n samples, a scalar tensor (float64 if rounding matters)."""
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """r, shaped like ``outputs``, with S r the derivative of each sample's loss in its outputs."""
@@ -105,7 +105,7 @@ class CrossEntropy:
         if targets.is_floating_point():
             return F.cross_entropy(logits.double(), targets.reshape(logits.shape).double())
         labels = self._labels(targets).reshape(-1)
-        # 1 - p, the sum of the other classes: where it is small, so is -log p, which loses no digits by log1p
+        # 1 - p, the sum of the other classes: if it is small, so is -log p, which loses no digits by log1p
         others = logits.softmax(-1).scatter(-1, labels[:, None], 0.0).sum(-1)
         small, large = -torch.log1p(-others.clamp_max(0.5)), F.cross_entropy(logits, labels, reduction="none")
         counted = self._counted(targets).reshape(len(targets), -1)
@@ -191,7 +191,7 @@ class BinaryCrossEntropy:
         logits = at_least_float32(outputs)
         probabilities = targets.to(logits.dtype)  # no term is negative, so that small losses keep all their digits
         losses = probabilities * F.softplus(-logits) + (1 - probabilities) * F.softplus(logits)
-        return losses.sum(dtype=torch.float64) / losses.numel()  # without a float64 copy of what may be large
+        return losses.sum(dtype=torch.float64) / losses.numel()  # without a float64 copy of a large tensor
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs, targets)
@@ -241,8 +241,7 @@ def _range(targets: Tensor, values: Tensor, seen_as: int | torch.dtype) -> tuple
 def _refuse_complex(targets: Tensor) -> None:
     if targets.is_complex():
         raise TypeError(
-            f"targets are {targets.dtype}, and losses are of real numbers: give real and imaginary parts as two "
-            "columns, torch.view_as_real(targets)"
+            f"targets are {targets.dtype}, but losses are of real numbers: give torch.view_as_real(targets)"
         )
 
 
@@ -254,7 +253,7 @@ def _of_one_output(outputs: Tensor, targets: Tensor) -> str:
 def derivative_error(loss: GaussNewtonLoss, outputs: Tensor, targets: Tensor) -> float:
     """Distance of S r from the derivative of each sample's loss, as a share of the larger of both.
 
-    It is 0 where autograd does not differentiate the value.
+    It is 0 if autograd does not differentiate the value.
 
     Example:
         >>> class Doubled(SquaredError):
@@ -276,7 +275,7 @@ def derivative_error(loss: GaussNewtonLoss, outputs: Tensor, targets: Tensor) ->
 def transpose_error(loss: GaussNewtonLoss, outputs: Tensor, targets: Tensor) -> float:
     """Distance of Sᵀv from the derivative of vᵀS a in a, as a share of the larger of both, for random signs v.
 
-    It is 0 where autograd does not differentiate S a.
+    It is 0 if autograd does not differentiate S a.
 
     Example:
         >>> class Wrong(SquaredError):

@@ -79,7 +79,7 @@ def by_rows(multiply: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype)
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own: not on the meta device, nor where ``vmap`` or the like wraps it."""
+    """Whether a tensor has memory of its own: not on the meta device, nor wrapped by ``vmap`` or the like."""
     if tensor.is_meta:
         return False
     try:

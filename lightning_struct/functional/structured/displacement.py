@@ -4,7 +4,7 @@ The matrix that Thomas et al. learn is their equation (2),
 
     M = Σ_i K(A, g_i) K(Bᵀ, h_i)ᵀ = Σ_{j<p} Aʲ G Hᵀ Bʲ,
 
-A of size m, B of size n, G (m, r), H (n, r). Rectangular matrices are M (m, n) with p = min(m, n): where A and B have
+A of size m, B of size n, G (m, r), H (n, r). Rectangular matrices are M (m, n) with p = min(m, n): if A and B have
 no corners (Aᵐ = 0, Bⁿ = 0), all terms beyond are zero. The displacement rank of M is at most 2r with respect to (A⁻¹,
 B) (Proposition 3).
 
@@ -19,13 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_struct.functional.checks import checked
-from lightning_struct.functional.structured.arguments import (
-    computing_dtype,
-    promoted_dtype,
-    require_generators,
-    require_one_of,
-    require_vectors,
-)
+from lightning_struct.functional.structured import arguments
 from lightning_struct.functional.structured.operators import (
     DiagonalOperator,
     DisplacementOperator,
@@ -74,9 +68,9 @@ def ldr_to_dense(a: Operator, b: Operator, G: Tensor, H: Tensor, method: str = "
                 [2., 1., 3.],
                 [3., 2., 1.]])
     """
-    require_one_of("method", method, ("auto", "krylov"))
+    arguments.require_one_of("method", method, ("auto", "krylov"))
     a, b_transposed = _resolved(as_operator(a)), _resolved(as_operator(b).T)
-    require_generators(G, H, a.size, b_transposed.size)
+    arguments.require_generators(G, H, a.size, b_transposed.size)
     if method == "auto" and _is_real(a, b_transposed, G, H):
         if isinstance(a, TridiagonalOperator) and isinstance(b_transposed, TridiagonalOperator):
             return tridiagonal_to_dense(a, b_transposed, G, H)
@@ -103,8 +97,8 @@ def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method
         x: (..., n).
         method: ``"krylov"`` multiplies by the two Krylov matrices, for any operators. ``"auto"`` takes the fastest way
             that there is for them; for subdiagonal operators it looks at their entries, for which it waits for the
-            device. Any other is one of :func:`subdiagonal_matmul` where A and B are subdiagonal or shifts, transposed
-            or not, and of :func:`tridiagonal_matmul` where they are tridiagonal.
+            device. Any other is one of :func:`subdiagonal_matmul` if A and B are subdiagonal or shifts, transposed
+            or not, and of :func:`tridiagonal_matmul` if they are tridiagonal.
 
     Returns:
         (..., m).
@@ -120,8 +114,8 @@ def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method
         tensor([1., 2., 3.])
     """
     a, b_transposed = _resolved(as_operator(a)), _resolved(as_operator(b).T)
-    require_generators(G, H, a.size, b_transposed.size)
-    require_vectors(x, b_transposed.size)
+    arguments.require_generators(G, H, a.size, b_transposed.size)
+    arguments.require_vectors(x, b_transposed.size)
     if method != "krylov" and _is_real(a, b_transposed, G, H, x):
         if isinstance(a, TridiagonalOperator) and isinstance(b_transposed, TridiagonalOperator):
             return tridiagonal_matmul(a, b_transposed, G, H, x, method)
@@ -203,12 +197,10 @@ def displacement_rank(M: Tensor, a: Operator, b: Operator, rtol: float | None = 
     return int((torch.linalg.svdvals(displacement) > rtol * scale).sum())
 
 
-def _krylov_rows(
-    a: DisplacementOperator, b_transposed: DisplacementOperator, G: Tensor, H: Tensor
-) -> tuple[Tensor, Tensor]:
+def _krylov_rows(a: DisplacementOperator, b: DisplacementOperator, G: Tensor, H: Tensor) -> tuple[Tensor, Tensor]:
     """The columns of all K(A, g_i) and of all K(Bᵀ, h_i) in the same order, as rows: (pr, m) and (pr, n)."""
-    count, (G, H) = min(a.size, b_transposed.size), _at_least_float32(G, H)
-    left, right = krylov_rows(a, G.mT, count).flatten(0, 1), krylov_rows(b_transposed, H.mT, count).flatten(0, 1)
+    count, (G, H) = min(a.size, b.size), _at_least_float32(G, H)
+    left, right = krylov_rows(a, G.mT, count).flatten(0, 1), krylov_rows(b, H.mT, count).flatten(0, 1)
     dtype = torch.promote_types(left.dtype, right.dtype)
     return left.to(dtype), right.to(dtype)
 
@@ -220,21 +212,21 @@ def _between_diagonals(a: DiagonalOperator, b: DiagonalOperator, G: Tensor, H: T
 
 
 def _at_least_float32(*tensors: Tensor) -> list[Tensor]:
-    """The tensors in the dtype to which they promote, but in float32 where that is half precision."""
-    dtype = computing_dtype(*tensors)
+    """The tensors in the dtype to which they promote, but in float32 if that is half precision."""
+    dtype = arguments.computing_dtype(*tensors)
     return [tensor.to(dtype) for tensor in tensors]
 
 
-def _rounded(product: Tensor, *arguments: Tensor) -> Tensor:
-    """The product, in half precision if all arguments are."""
-    dtype = promoted_dtype(*arguments)
+def _rounded(product: Tensor, *tensors: Tensor) -> Tensor:
+    """The product, in half precision if all tensors are."""
+    dtype = arguments.promoted_dtype(*tensors)
     return product.to(dtype) if dtype.itemsize == 2 else product
 
 
 _Subdiagonal = SubdiagonalOperator | ShiftOperator
 
 
-def _below_the_diagonal(*operators: DisplacementOperator) -> list[tuple[_Subdiagonal, bool]] | None:
+def _below_the_diagonal(*given: DisplacementOperator) -> list[tuple[_Subdiagonal, bool]] | None:
     """Subdiagonal A' and B' with A = J_1 A' J_1 and Bᵀ = J_2 B' J_2, and whether J_1 and J_2 reverse the order.
 
     J_i is the identity or the reversal of the order, which turns the transpose of a subdiagonal operator into a
@@ -242,7 +234,7 @@ def _below_the_diagonal(*operators: DisplacementOperator) -> list[tuple[_Subdiag
     subdiagonal in any direction.
     """
     found: list[tuple[_Subdiagonal, bool]] = []
-    for operator in operators:
+    for operator in given:
         is_reversed = isinstance(operator, TransposedOperator)
         below = operator.operator if isinstance(operator, TransposedOperator) else operator
         if not isinstance(below, _Subdiagonal):
@@ -265,7 +257,7 @@ def _entries(operator: _Subdiagonal, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _resolved(operator: DisplacementOperator) -> DisplacementOperator:
-    """The same operator; a :class:`TransposedOperator` only where there is no other way to write it."""
+    """The same operator; a :class:`TransposedOperator` only if there is no other way to write it."""
     if isinstance(operator, TransposedOperator) and not isinstance(operator.operator, _Subdiagonal):
         return operator.operator.T
     return operator

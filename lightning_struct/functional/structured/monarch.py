@@ -131,7 +131,7 @@ def nearest_monarch(W: Tensor, rows: int, columns: int, rank: int) -> tuple[Tens
         rank: r.
 
     Returns:
-        L (..., l, s, k r) and R (..., k, l r, p). Where r is more than a block can have, the rest is zero.
+        L (..., l, s, k r) and R (..., k, l r, p). If r is more than a block can have, the rest is zero.
 
     Example:
         >>> W = torch.arange(16.0).reshape(4, 4)

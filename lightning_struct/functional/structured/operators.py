@@ -108,7 +108,7 @@ class SubdiagonalOperator(DisplacementOperator):
 class TridiagonalOperator(DisplacementOperator):
     """The tridiagonal operator of LDR-TD: three diagonals and two corners.
 
-    Entries that fall on the same place, where n is 1 or 2, add up. Thomas et al., section 3 and Figure 2 (right).
+    Entries that fall on the same place, if n is 1 or 2, add up. Thomas et al., section 3 and Figure 2 (right).
 
     Args:
         subdiagonal: (n - 1,), A[i + 1, i].

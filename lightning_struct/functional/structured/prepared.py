@@ -1,4 +1,4 @@
-"""Matrices that are prepared for many products: what does not depend on the vectors is computed once."""
+"""Matrices that are prepared for many products: all that does not depend on the vectors is computed once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class PreparedMatrix(Protocol):
 
     Each class is a frozen dataclass. The tensors that it needs are its fields, or fields of the dataclasses and items
     of the tuples in it: :class:`~lightning_struct.nn.FrozenLinear` makes buffers of them. A class may say
-    ``keeps_precision: ClassVar[bool] = True`` where its tensors must not be in half precision. It may have a method
+    ``keeps_precision: ClassVar[bool] = True`` if its tensors must not be in half precision. It may have a method
     ``dense_is_faster(m, n, rows)``, whether the dense matrix would multiply so many rows faster; and a method
-    ``completed()`` that makes what multiplies faster.
+    ``completed()`` that returns a matrix that multiplies faster.
 
     Example:
         >>> import torch
@@ -86,7 +86,7 @@ _BY_ENTRIES = (DenseMatrix, TransposedMatrix)
 
 
 def affine(matrix: PreparedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
-    """x Mᵀ + b, (..., m) for x (..., n) and b (m,) or None: by one operation where M is dense."""
+    """x Mᵀ + b, (..., m) for x (..., n) and b (m,) or None: by one operation if M is dense."""
     if isinstance(matrix, _BY_ENTRIES):
         dtype = x.dtype
         if matrix.entries.dtype == dtype and (bias is None or bias.dtype == dtype):

@@ -8,41 +8,364 @@ the diagonal, A = c D Z_f D⁻¹, where D = diag(a) holds the cumulative product
 is a diagonally scaled Toeplitz-like matrix; ρ are the powers of the c of A times the c of B. Multiplying by K(Z_f, g)
 is the circular convolution with [g, 0, f g], of a length of at least 2m, cut to its first m numbers: the corner costs
 nothing. Its transpose is the correlation with the same vector. So the transpose of M has the same structure, with the
-two sides exchanged, which is what derivatives rest on.
+two sides exchanged: derivatives rest on that.
 
 The paper needs log₂ n levels of transforms (Theorem 1); this is one level. The same product is computed in five ways:
 
 - in training, :func:`scaled_toeplitz_matmul`: one autograd function, which works in place, in chunks of rows and ranks,
   and keeps for its backward pass the spectra that it has computed;
-- its derivatives where those are differentiated again, :func:`_gradients`, and along tangents, :func:`_tangent`: the
+- its derivatives if those are differentiated again, :func:`_gradients`, and along tangents, :func:`_tangent`: the
   same formulas by operations that are differentiable themselves;
-- under compilers and ``vmap``, :func:`~.spectra.plain_product`, by such operations too;
-- for weights that do not change, :class:`~.spectra.ScaledToeplitzSpectra`, from spectra that are prepared:
-  for many rows an autograd function in x alone;
+- under compilers and ``vmap``, :func:`plain_product`, by such operations too;
+- for weights that do not change, :class:`ScaledToeplitzSpectra`, from prepared spectra: for many rows an autograd
+  function in x alone;
 - and for few rows, if M is square, :class:`~.fourier.HalfLengthProduct`, by complex transforms of half the length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from lightning_struct.functional.structured.arguments import has_values
-from lightning_struct.functional.structured.spectra import (
-    GeneratorSpectra,
-    ScaledToeplitzSpectra,
-    by_side,
-    chunk_sizes,
-    extended,
-    filled_up_middle,
-    keep_freed_memory,
-    middle_scale,
-    product_in_place,
-    transformed_length,
-)
+from lightning_struct.functional.structured import cost_model, fourier
+from lightning_struct.functional.structured.arguments import by_rows, has_values
+
+
+class Similarity(NamedTuple):
+    """A = c D Z_f D⁻¹, in float64, for a subdiagonal A with a corner and without a zero below the diagonal.
+
+    Any c gives the same A. So c is taken as a constant, and the derivatives by D and f are those by A.
+
+    Args:
+        scale: (..., n), the diagonal of D: 1 and s₁ ⋯ s_k / c^k.
+        corner: (...), f.
+        corner_derivative: (...), the derivative of f by the corner of A.
+        trend: (...), log c, the mean of log|s|.
+    """
+
+    scale: Tensor
+    corner: Tensor
+    corner_derivative: Tensor
+    trend: Tensor
+
+    @staticmethod
+    def of(subdiagonal: Tensor, corner: Tensor) -> Similarity:
+        """The similarity of A with subdiagonal s (..., n - 1) and corner (...)."""
+        s, corner = subdiagonal.double(), corner.double()
+        if not s.shape[-1]:
+            one = torch.ones_like(corner)
+            return Similarity(one[..., None], corner.clone(), one, torch.zeros_like(corner))
+        logarithms = s.abs().log()
+        trend = logarithms.detach().mean(-1)
+        magnitudes = (logarithms - trend[..., None]).cumsum(-1).exp()
+        scale = F.pad(magnitudes * s.detach().sign().cumprod(-1), (1, 0), value=1.0)
+        last = scale[..., -1] * torch.exp(-trend)
+        return Similarity(scale, corner * last, last, trend)
+
+    def tangent(self, subdiagonal: Tensor, of_subdiagonal: Tensor, of_corner: Tensor) -> tuple[Tensor, Tensor]:
+        """The derivatives of D and f along tangents of s and the corner of A."""
+        relative = F.pad((of_subdiagonal / subdiagonal.double()).cumsum(-1), (1, 0))
+        return self.scale * relative, of_corner * self.corner_derivative + self.corner * relative[..., -1]
+
+    def gradient(self, subdiagonal: Tensor, of_scale: Tensor, of_corner: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of s and the corner of A, given those of D and f."""
+        # Each s_i is a factor of all entries from the i-th on, and of f.
+        from_the_end = (of_scale * self.scale)[..., 1:].flip(-1).cumsum(-1).flip(-1)
+        of_both = from_the_end + (of_corner * self.corner)[..., None]
+        return of_both / subdiagonal, of_corner * self.corner_derivative
+
+
+class GeneratorSpectra(NamedTuple):
+    """The part of M that belongs to A and G, or the one of B and H; or both stacked, if M is square.
+
+    Stacked, there are half as many small operations, and on a CPU each call of a transform is planned anew. All but the
+    similarity is in the dtype of M. With A = c D Z_f D⁻¹ and D = diag(a), for the side of A and G:
+
+    Args:
+        subdiagonal: (k, m - 1), those of the k = 1 or 2 operators.
+        similarity: those of these operators.
+        scale: (k, m), a.
+        corner: (k, 1, 1), f.
+        generators: (k, r, m), gᵢ/a.
+        spectra: (k, r, F), the transforms of [gᵢ/a, 0, f gᵢ/a].
+    """
+
+    subdiagonal: Tensor
+    similarity: Similarity
+    scale: Tensor
+    corner: Tensor
+    generators: Tensor
+    spectra: Tensor
+
+    @staticmethod
+    def of(G: Tensor, subdiagonal: Tensor, corner: Tensor) -> GeneratorSpectra:
+        """The spectra of G (k, m, r), subdiagonal (k, m - 1) and corner (k,)."""
+        similarity = Similarity.of(subdiagonal, corner)
+        scale, corner = similarity.scale.to(G.dtype), similarity.corner.to(G.dtype)[:, None, None]
+        g = G.mT / scale[:, None]
+        return GeneratorSpectra(subdiagonal, similarity, scale, corner, g, torch.fft.rfft(extended(g, corner * g)))
+
+    def gradients(self, of_spectra: Tensor, of_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of G, subdiagonal and corner, given those of the spectra and the direct gradient of the scale a."""
+        m = self.scale.shape[1]
+        of_extended = torch.fft.irfft(of_spectra, n=transformed_length(of_spectra))
+        at_start, at_end = of_extended[..., :m], of_extended[..., -m:]
+        of_G = (at_start + self.corner * at_end) / self.scale[:, None]
+        of_scale = of_scale - (of_G * self.generators).sum(1)
+        of_corner = (self.generators * at_end).sum((1, 2))
+        return of_G.mT, *self.similarity.gradient(self.subdiagonal, of_scale, of_corner)
+
+
+def by_side(parameters: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """(G, subdiagonal, corner) of both sides stacked, if M is square, else of one side and of the other.
+
+    Args:
+        parameters: G, H, subdiagonal and corner of A, subdiagonal and corner of B.
+    """
+    G, H, a_subdiagonal, a_corner, b_subdiagonal, b_corner = parameters
+    left, right = (G, a_subdiagonal, a_corner), (H, b_subdiagonal, b_corner)
+    if G.shape == H.shape:
+        return [tuple(torch.stack(pair) for pair in zip(left, right, strict=True))]
+    return [tuple(tensor[None] for tensor in side) for side in (left, right)]
+
+
+def middle_scale(sides: list[GeneratorSpectra]) -> Tensor:
+    """ρ, (p,): the powers of the c of A times the c of B."""
+    trend = torch.cat([side.similarity.trend for side in sides]).sum()
+    p = min(side.scale.shape[1] for side in sides)
+    return torch.exp(trend * torch.arange(p, dtype=trend.dtype, device=trend.device)).to(sides[0].scale.dtype)
+
+
+def extended(head: Tensor, tail: Tensor) -> Tensor:
+    """(..., L) for (..., m) and (..., m), with zeros between: L is a length of at least 2m that transforms quickly."""
+    between = cost_model.transform_length(2 * head.shape[-1]) - 2 * head.shape[-1]
+    return torch.cat([head, tail] if not between else [head, head.new_zeros(*head.shape[:-1], between), tail], -1)
+
+
+def transformed_length(spectra: Tensor) -> int:
+    """The length of the vectors with these spectra, which is even."""
+    return 2 * (spectra.shape[-1] - 1)
+
+
+# Numbers that one batch of transforms works on at most: of more, ranks and then rows are taken in parts. On a CPU, as
+# many as stay in its cache from one operation to the next, but at least so many rows: each part is planned anew.
+_CHUNK, _CHUNK_ON_CPU, _LEAST_ROWS_ON_CPU = 1 << 19, 1 << 17, 16
+
+
+@dataclass(frozen=True)
+class ScaledToeplitzSpectra:
+    """All of x Mᵀ that does not depend on x: a ``PreparedMatrix``.
+
+    Args:
+        left: the spectra of [gᵢ/a, 0, f gᵢ/a], (r, F).
+        right: the conjugates of those of [hᵢ/b, 0, w hᵢ/b], (r, F').
+        out_scale: a, (m,).
+        in_scale: b, (n,).
+        middle: ρ, (p,).
+        half_length: the product of few rows by complex transforms of half the length, if that is faster.
+    """
+
+    left: Tensor
+    right: Tensor
+    out_scale: Tensor
+    in_scale: Tensor
+    middle: Tensor
+    half_length: fourier.HalfLengthProduct | None = None
+
+    keeps_precision: ClassVar[bool] = True
+
+    @staticmethod
+    def of(
+        G: Tensor, H: Tensor, a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor
+    ) -> ScaledToeplitzSpectra:
+        """The spectra of the matrix of :func:`scaled_toeplitz_matmul`."""
+        parameters = (G, H, a_subdiagonal, a_corner, b_subdiagonal, b_corner)
+        sides = [GeneratorSpectra.of(*side) for side in by_side(parameters)]
+        a, left, b, right = sides[0].scale[0], sides[0].spectra[0], sides[-1].scale[-1], sides[-1].spectra[-1]
+        return ScaledToeplitzSpectra(left, right.conj().resolve_conj(), a, b, middle_scale(sides))
+
+    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
+        return cost_model.prepared_matrix_is_faster(m, n, self.left.shape[0], rows)
+
+    def completed(self) -> ScaledToeplitzSpectra:
+        """The spectra with the product by transforms of half the length, if that is faster."""
+        (m,), (n,) = self.out_scale.shape, self.in_scale.shape
+        if self.half_length is not None or not cost_model.half_length_pays(m, n, self.left.device):
+            return self
+        g, f = _head_and_factor_of_tail(self.left, m)
+        h, w = _head_and_factor_of_tail(self.right.conj(), n)
+        return replace(
+            self, half_length=fourier.HalfLengthProduct.of(g, h, self.out_scale, f, self.in_scale, w, self.middle)
+        )
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """x Mᵀ, (..., m) for x (..., n), in the dtype of x; computed in that of M."""
+        return by_rows(self._multiply, x, self.in_scale.dtype).to(x.dtype)
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # what must not depend on the number of rows
+            return self.multiply_plainly(rows)
+        if self.half_length is not None and cost_model.are_few_rows(rows.shape[0], self.left.shape[0]):
+            return self.half_length.matmul(rows)
+        return _InputProduct.apply(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
+
+    def multiply_plainly(self, rows: Tensor) -> Tensor:
+        """(B, m) for (B, n), by operations that are differentiable themselves; for ONNX, in real arithmetic."""
+        if torch.onnx.is_in_onnx_export():
+            return real_product(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
+        return plain_product(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
+
+
+def plain_product(
+    x: Tensor, in_scale: Tensor, right: Tensor, middle: Tensor, left: Tensor, out_scale: Tensor
+) -> Tensor:
+    """x Mᵀ by the parts of :class:`ScaledToeplitzSpectra`, by operations that are differentiable themselves."""
+    (m,), (p,) = out_scale.shape, middle.shape
+    in_length, out_length = transformed_length(right), transformed_length(left)
+    between = torch.fft.irfft(torch.fft.rfft(x * in_scale, n=in_length) * right[:, None], n=in_length)
+    spectra = torch.fft.rfft(between[..., :p] * middle, n=out_length) * left[:, None]
+    return torch.fft.irfft(_sum_of_ranks(spectra), n=out_length)[..., :m] * out_scale
+
+
+def real_product(x: Tensor, in_scale: Tensor, right: Tensor, middle: Tensor, left: Tensor, out_scale: Tensor) -> Tensor:
+    """:func:`plain_product` in real arithmetic."""
+    (m,), (p,) = out_scale.shape, middle.shape
+    in_length, out_length = transformed_length(right), transformed_length(left)
+    of_inputs = fourier.real_rfft(F.pad(x * in_scale, (0, in_length - x.shape[1])))
+    between = fourier.real_irfft(fourier.multiplied(of_inputs, _rows_between(right)), in_length)
+    of_outputs = fourier.real_rfft(F.pad(between[..., :p] * middle, (0, out_length - p)))
+    real, imaginary = fourier.multiplied(of_outputs, _rows_between(left))
+    return fourier.real_irfft((real.sum(0), imaginary.sum(0)), out_length)[..., :m] * out_scale
+
+
+def _rows_between(spectra: Tensor) -> tuple[Tensor, Tensor]:
+    """The parts of spectra (r, F), each (r, 1, F)."""
+    real, imaginary = fourier.as_pair(spectra)
+    return real[:, None], imaginary[:, None]
+
+
+def product_in_place(
+    x: Tensor,
+    in_scale: Tensor,
+    right: Tensor,
+    middle: Tensor,
+    left: Tensor,
+    m: int,
+    ranks: int,
+    saved: list[Tensor] | None = None,
+) -> Tensor:
+    """:func:`plain_product` but for the last scale, in as little fresh memory as can be.
+
+    Args:
+        x, in_scale, right, left: as there.
+        middle: ρ, by :func:`filled_up_middle`.
+        m: the outputs.
+        ranks: how many are taken at once.
+        saved: a list to which the spectra are appended: those of the scaled x, (B, F'), and
+            those of ρ C(hᵢ)ᵀ x, (ranks, B, F), for so many ranks after the other.
+    """
+    n, in_length, out_length = x.shape[1], transformed_length(right), transformed_length(left)
+    entry = x.new_empty(x.shape[0], in_length)
+    torch.mul(x, in_scale, out=entry[:, :n])
+    entry[:, n:].zero_()
+    of_inputs = torch.fft.rfft(entry)
+    del entry  # memory that is freed at once is still in the cache when the next result takes its place
+    if saved is not None:
+        saved.append(of_inputs)
+    total: Tensor | None = None
+    for to, fro in zip(right[:, None].split(ranks), left[:, None].split(ranks), strict=True):
+        between = torch.fft.irfft(of_inputs * to, n=in_length)
+        if in_length == out_length:
+            between.mul_(middle)
+        else:
+            between = F.pad(between[..., : middle.shape[0]] * middle, (0, out_length - middle.shape[0]))
+        spectra = torch.fft.rfft(between)
+        del between
+        if saved is not None:
+            saved.append(spectra)
+            spectra = spectra * fro
+        else:
+            spectra.mul_(fro)
+        total = _sum_of_ranks(spectra) if total is None else total.add_(_sum_of_ranks(spectra))
+    assert total is not None
+    return torch.fft.irfft(total, n=out_length)[:, :m]
+
+
+def filled_up_middle(middle: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """ρ (p,), filled up with zeros to the length of the transforms if both sides have the same."""
+    length = transformed_length(left)
+    return F.pad(middle, (0, length - middle.shape[0])) if length == transformed_length(right) else middle
+
+
+def chunk_sizes(x: Tensor, left: Tensor, right: Tensor) -> tuple[int, int]:
+    """Rows of x and ranks that are taken at once."""
+    length = max(transformed_length(left), transformed_length(right))
+    chunk = max(_CHUNK_ON_CPU, _LEAST_ROWS_ON_CPU * length) if x.device.type == "cpu" else _CHUNK
+    rows = max(1, min(x.shape[0], chunk // length))
+    return rows, max(1, chunk // (rows * length))
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Let glibc's malloc keep memory that a step has freed for the next one, as it does once 16 to 32 MiB were freed.
+
+    Before that it returns a few MiB to the system several times in a step, only to ask for them again: touching fresh
+    memory was a quarter of the time of a step (n = 4096, 64 rows). Elsewhere this does nothing. Once in a process.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
+
+
+class _InputProduct(torch.autograd.Function):
+    """:func:`plain_product` by :func:`product_in_place`, differentiable in x alone."""
+
+    @staticmethod
+    def forward(x: Tensor, in_scale: Tensor, right: Tensor, middle: Tensor, left: Tensor, out_scale: Tensor) -> Tensor:
+        keep_freed_memory()
+        y = x.new_empty(x.shape[0], out_scale.shape[0])
+        size, ranks = chunk_sizes(x, left, right)
+        to_middle = filled_up_middle(middle, left, right)
+        for rows, y_rows in zip(x.split(size), y.split(size), strict=True):
+            product = product_in_place(rows, in_scale, right, to_middle, left, y.shape[1], ranks)
+            torch.mul(product, out_scale, out=y_rows)
+        return y
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[Tensor, int]:
+        return torch.func.vmap(plain_product, in_dims)(*inputs), 0
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
+        in_scale, right, middle, left, out_scale = ctx.saved_tensors
+        # The transpose of M has the same structure, with the sides exchanged.
+        product = _InputProduct.apply if has_values(u) else plain_product  # for several gradients at once
+        dx = product(u, out_scale, torch.conj_physical(left), middle, torch.conj_physical(right), in_scale)
+        return dx, *(None,) * 5
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor, *_: Any) -> Tensor:
+        return _InputProduct.apply(dx, *ctx.saved_tensors)
+
+
+def _head_and_factor_of_tail(spectra: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """g (r, size) and f () for the spectra of [g, 0, f g]."""
+    rows = torch.fft.irfft(spectra, n=transformed_length(spectra))
+    head, tail = rows[:, :size], rows[:, -size:]
+    return head, (head * tail).sum() / head.square().sum().clamp(min=torch.finfo(head.dtype).tiny)
+
+
+def _sum_of_ranks(spectra: Tensor) -> Tensor:
+    return spectra[0] if spectra.shape[0] == 1 else spectra.sum(0)
 
 
 def scaled_toeplitz_matmul(
@@ -98,7 +421,7 @@ class _ParameterSpectra(NamedTuple):
 
 
 class _TrainingProduct(torch.autograd.Function):
-    """:func:`scaled_toeplitz_matmul` and, after the product, what the backward pass uses again."""
+    """:func:`scaled_toeplitz_matmul` and, after the product, tensors that the backward pass uses again."""
 
     @staticmethod
     def forward(*inputs: Tensor) -> tuple[Any, ...]:
@@ -122,7 +445,7 @@ class _TrainingProduct(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Any, ...]) -> None:
-        # What is as small as the parameters is kept aside: each tensor that is saved takes microseconds.
+        # Tensors as small as the parameters are kept aside: each tensor that is saved takes microseconds.
         _, ctx.small, *large = output
         ctx.outputs = len(output)
         ctx.mark_non_differentiable(*large)

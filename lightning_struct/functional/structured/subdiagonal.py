@@ -15,7 +15,7 @@ the transpose. Four methods compute the same:
     without division, exact for any entries.
 ``"krylov"``
     Makes M as the product of its Krylov matrices, in few operations: for small matrices, and those with a short side.
-    Exact where the powers of A and B do not overflow.
+    Exact if the powers of A and B do not overflow.
 """
 
 from __future__ import annotations
@@ -29,24 +29,14 @@ import torch
 from torch import Tensor
 
 from lightning_struct.functional.checks import checked
-from lightning_struct.functional.structured.arguments import (
-    by_rows,
-    computing_dtype,
-    require_generators,
-    require_one_of,
-    require_real,
-    require_vectors,
-)
-from lightning_struct.functional.structured.cost_model import (
-    LARGEST_PREPARED_MATRIX,
-    fastest_training_method,
-    method_for_any_operators,
-    prepared_matrix_is_faster,
-)
+from lightning_struct.functional.structured import arguments, cost_model
 from lightning_struct.functional.structured.operators import subdiagonal_krylov_rows
 from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, prepare_dense
-from lightning_struct.functional.structured.scaled_toeplitz import scaled_toeplitz_matmul
-from lightning_struct.functional.structured.spectra import ScaledToeplitzSpectra, Similarity
+from lightning_struct.functional.structured.scaled_toeplitz import (
+    ScaledToeplitzSpectra,
+    Similarity,
+    scaled_toeplitz_matmul,
+)
 from lightning_struct.functional.structured.subdiagonal_exact import KrylovTree, stein_matrix
 from lightning_struct.functional.torch_tools import opaque_operator
 
@@ -56,7 +46,7 @@ SUBDIAGONAL_METHODS = ("scaled", "scaled_float64", "dense", "tree", "krylov")
 
 # Nats that "scaled" may lose: errors are near eps · e^loss of the norm of M, those of gradients up to ten times that.
 _FLOAT32_LOSS, _FLOAT64_LOSS = 4.0, 11.0
-# The same for float64 inside where float32 is asked for.
+# The same for float64 inside if float32 is asked for.
 _FLOAT64_LOSS_FOR_FLOAT32 = 18.0
 # Nats that the entries of D of both operators may spread: beyond, their products could overflow.
 _FLOAT32_SPREAD, _FLOAT64_SPREAD = 60.0, 500.0
@@ -86,10 +76,10 @@ class KrylovTrees:
         return KrylovTrees(KrylovTree.of(a, G.mT, columns), KrylovTree.of(b, H.mT, columns))
 
     def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return m * n <= LARGEST_PREPARED_MATRIX
+        return m * n <= cost_model.LARGEST_PREPARED_MATRIX
 
     def matmul(self, x: Tensor) -> Tensor:
-        return by_rows(self.multiply, x, self.left.leaves.dtype).to(x.dtype)
+        return arguments.by_rows(self.multiply, x, self.left.leaves.dtype).to(x.dtype)
 
     def multiply(self, rows: Tensor) -> Tensor:
         """x Mᵀ, (B, m) for x (B, n)."""
@@ -165,11 +155,11 @@ def subdiagonal_product(*tensors: Tensor, method: str) -> Tensor:
     computed = [tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor in parameters]
     if method in _MAKING:
         matrix = _MAKING[method](*_as_circles(*computed))
-        product = by_rows(lambda rows: rows @ matrix.mT, x, dtype)
+        product = arguments.by_rows(lambda rows: rows @ matrix.mT, x, dtype)
     elif method == "tree":
-        product = by_rows(KrylovTrees.of(*computed).multiply, x, dtype)
+        product = arguments.by_rows(KrylovTrees.of(*computed).multiply, x, dtype)
     else:
-        product = by_rows(lambda rows: scaled_toeplitz_matmul(rows, *computed[4:], *computed[:4]), x, dtype)
+        product = arguments.by_rows(lambda rows: scaled_toeplitz_matmul(rows, *computed[4:], *computed[:4]), x, dtype)
     return product.to(torch.promote_types(parameters[4].dtype, x.dtype))
 
 
@@ -203,7 +193,7 @@ def subdiagonal_to_dense(
 
 def _computed_matrix(*parameters: Tensor, method: str) -> Tensor:
     """:func:`subdiagonal_to_dense` for arguments that fit."""
-    dtype = computing_dtype(*parameters)
+    dtype = arguments.computing_dtype(*parameters)
     return stein_matrix(*_as_circles(*(tensor.to(dtype) for tensor in parameters))).to(parameters[4].dtype)
 
 
@@ -232,7 +222,7 @@ def prepare_subdiagonal(
 
     Args:
         a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H: as for :func:`subdiagonal_matmul`.
-        method: as there, but ``"auto"`` prepares the matrix itself where that is faster than transforms.
+        method: as there, but ``"auto"`` prepares the matrix itself if that is faster than transforms.
         batch: how many rows x will have.
 
     Returns:
@@ -251,7 +241,7 @@ def prepare_subdiagonal(
     parameters = (a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H)
     _check(*parameters)
     if method == "auto":
-        is_dense = prepared_matrix_is_faster(len(G), len(H), G.shape[1], batch)
+        is_dense = cost_model.prepared_matrix_is_faster(len(G), len(H), G.shape[1], batch)
         method = "dense" if is_dense else choose_prepared_subdiagonal_method(*parameters[:4])
     dtype = _inside(method, *parameters)
     computed = [tensor.to(dtype) for tensor in parameters]
@@ -264,7 +254,7 @@ def prepare_subdiagonal(
 
 
 def subdiagonal_factors(*parameters: Tensor) -> PreparedMatrix:
-    """The matrix of :func:`subdiagonal_matmul` in few numbers: spectra where these are exact, else trees or the matrix.
+    """The matrix of :func:`subdiagonal_matmul` in few numbers: spectra if these are exact, else trees or the matrix.
 
     Args:
         *parameters: the arguments of :func:`subdiagonal_matmul` before x.
@@ -278,7 +268,7 @@ def subdiagonal_factors(*parameters: Tensor) -> PreparedMatrix:
         dtype = _inside(method, *parameters)
         computed = [tensor.to(dtype) for tensor in parameters]
         return ScaledToeplitzSpectra.of(*computed[4:], *computed[:4])
-    trees = KrylovTrees.of(*(tensor.to(computing_dtype(*parameters)) for tensor in parameters))
+    trees = KrylovTrees.of(*(tensor.to(arguments.computing_dtype(*parameters)) for tensor in parameters))
     if trees.left.leaves.numel() + trees.right.leaves.numel() < len(parameters[4]) * len(parameters[5]):
         return trees
     return DenseMatrix(subdiagonal_to_dense(*parameters).contiguous())
@@ -290,7 +280,7 @@ def choose_subdiagonal_method(
 ) -> str:
     """The fastest method of :func:`subdiagonal_matmul` whose error stays below 1e-5 in float32, 1e-10 in float64.
 
-    What is the fastest is known of a CPU; elsewhere it is ``"scaled"`` where that is exact enough, else ``"tree"``.
+    The fastest one is known of a CPU; elsewhere it is ``"scaled"`` if that is exact enough, else ``"tree"``.
 
     It looks at the entries, for which it waits for the device once: not to be called at each step of training.
 
@@ -311,22 +301,22 @@ def choose_subdiagonal_method(
     """
     m, n = a_subdiagonal.shape[0] + 1, b_subdiagonal.shape[0] + 1
     scaled = _exact_scaled_method(a_subdiagonal, a_corner, b_subdiagonal, b_corner)
-    return fastest_training_method(m, n, rank, batch, a_subdiagonal.device, scaled)
+    return cost_model.fastest_training_method(m, n, rank, batch, a_subdiagonal.device, scaled)
 
 
 def choose_prepared_subdiagonal_method(*operators: Tensor) -> str:
-    """The method by which a matrix is prepared where the dense one is slower: spectra where they are exact enough.
+    """The method by which a matrix is prepared if the dense one is slower: spectra if they are exact enough.
 
     Args:
         *operators: subdiagonal and corner of A, and those of B, as for :func:`subdiagonal_matmul`.
     """
     m, n = len(operators[0]) + 1, len(operators[2]) + 1
-    return _exact_scaled_method(*operators) or method_for_any_operators(m, n, prepared=True)
+    return _exact_scaled_method(*operators) or cost_model.method_for_any_operators(m, n, prepared=True)
 
 
 def _exact_scaled_method(*operators: Tensor) -> str | None:
     """The faster one of ``"scaled"`` and ``"scaled_float64"`` that is exact enough, or None."""
-    single = computing_dtype(operators[0], operators[2]) == torch.float32
+    single = arguments.computing_dtype(operators[0], operators[2]) == torch.float32
     a, a_corner, b, b_corner = (tensor.detach().double().cpu() for tensor in operators)
     loss, spread = _loss([(a, a_corner), (b, b_corner)])
     if single and loss < _FLOAT32_LOSS and spread < _FLOAT32_SPREAD:
@@ -362,10 +352,10 @@ _NAMES = ("a_subdiagonal", "a_corner", "b_subdiagonal", "b_corner", "G", "H", "x
 def _check(*tensors: Tensor) -> None:
     """Refuse arguments of :func:`subdiagonal_matmul`, with or without x, that do not fit."""
     G, H, *x = tensors[4:]
-    require_generators(G, H)
+    arguments.require_generators(G, H)
     for vectors in x:
-        require_vectors(vectors, H.shape[0])
-    require_real(**dict(zip(_NAMES[: len(tensors)], tensors, strict=True)))
+        arguments.require_vectors(vectors, H.shape[0])
+    arguments.require_real(**dict(zip(_NAMES[: len(tensors)], tensors, strict=True)))
     shapes: list[tuple[int, ...]] = [(len(G) - 1,), (), (len(H) - 1,), ()]
     for name, tensor, shape in zip(_NAMES[:4], tensors[:4], shapes, strict=True):
         if tensor.shape != shape:
@@ -375,12 +365,12 @@ def _check(*tensors: Tensor) -> None:
 
 def _inside(method: str, *tensors: Tensor) -> torch.dtype:
     """The dtype in which the method computes."""
-    require_one_of("method", method, ("auto", *SUBDIAGONAL_METHODS))
-    return torch.float64 if method == "scaled_float64" else computing_dtype(*tensors)
+    arguments.require_one_of("method", method, ("auto", *SUBDIAGONAL_METHODS))
+    return torch.float64 if method == "scaled_float64" else arguments.computing_dtype(*tensors)
 
 
 def _refuse_zeros(*operators: Tensor) -> None:
-    """Refuse zeros below a diagonal where they can be looked for without waiting."""
+    """Refuse zeros below a diagonal if they can be looked for without waiting."""
     for name, tensor in zip(_NAMES[:4:2], operators[::2], strict=True):
         with suppress(RuntimeError):  # under vmap over the tensor no values can be read
             if tensor.device.type != "cpu" or tensor.all():
@@ -394,7 +384,7 @@ def _refuse_zeros(*operators: Tensor) -> None:
 def _krylov_product(a: Tensor, b: Tensor, G: Tensor, H: Tensor) -> Tensor:
     """:func:`stein_matrix` as the product of the Krylov matrices, O(r m n p): in few operations, each of them large.
 
-    Powers of A or of B alone may overflow where M does not.
+    Powers of A or of B alone may overflow although M does not.
     """
     p = min(len(a), len(b))
     return subdiagonal_krylov_rows(a, G, p).mT @ subdiagonal_krylov_rows(b, H, p)
@@ -413,7 +403,7 @@ def _as_circles(*parameters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _balance(a: Tensor, b: Tensor) -> Tensor:
-    """c, by which A/c and c B, of the same M, have entries of one size; 1 where powers of A and B differ little anyway.
+    """c, by which A/c and c B, of the same M, have entries of one size; 1 if powers of A and B differ little anyway.
 
     Without it, powers of A overflow where those of B vanish, and M would be NaN, whose entries are products of both.
     """

@@ -81,7 +81,7 @@ def _sweep(a: Tensor, b: Tensor, source: Tensor, seed: Tensor, downwards: bool) 
         to, came_from = slice(0, -1), slice(1, None)
 
     def extended(tensor: Tensor) -> Tensor:
-        # Not by an index, which torch.autograd.grad(..., is_grads_batched=True) cannot take where it is all of a row.
+        # Not by an index, which torch.autograd.grad(..., is_grads_batched=True) cannot take if it is all of a row.
         copied = tensor.narrow(-1, n - halo if downwards else 0, halo)
         return torch.cat([copied, tensor] if downwards else [tensor, copied], -1)
 

@@ -10,18 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_struct.functional.checks import checked
-from lightning_struct.functional.structured.arguments import (
-    by_rows,
-    computing_dtype,
-    promoted_dtype,
-    require_generators,
-    require_real,
-    require_vectors,
-)
+from lightning_struct.functional.structured import arguments
 from lightning_struct.functional.structured.cost_model import transform_length
 from lightning_struct.functional.structured.operators import shift_krylov_rows
-from lightning_struct.functional.structured.scaled_toeplitz import scaled_toeplitz_matmul
-from lightning_struct.functional.structured.spectra import ScaledToeplitzSpectra
+from lightning_struct.functional.structured.scaled_toeplitz import ScaledToeplitzSpectra, scaled_toeplitz_matmul
 
 
 @checked
@@ -50,12 +42,12 @@ def toeplitz_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.
         >>> toeplitz_like_matmul(G, H, torch.tensor([1.0, 2.0, 3.0])).round(decimals=4)    # M is the identity
         tensor([1., 2., 3.])
     """
-    require_generators(G, H)
-    require_vectors(x, H.shape[0])
-    require_real(G=G, H=H, x=x)
-    dtype = computing_dtype(G, H, x)
+    arguments.require_generators(G, H)
+    arguments.require_vectors(x, H.shape[0])
+    arguments.require_real(G=G, H=H, x=x)
+    dtype = arguments.computing_dtype(G, H, x)
     parts = _parts(G.to(dtype), H.to(dtype), f, g)
-    product = by_rows(lambda rows: scaled_toeplitz_matmul(rows, *parts), x, dtype)
+    product = arguments.by_rows(lambda rows: scaled_toeplitz_matmul(rows, *parts), x, dtype)
     return product.to(torch.promote_types(G.dtype, x.dtype))
 
 
@@ -73,9 +65,9 @@ def toeplitz_like_to_dense(G: Tensor, H: Tensor, f: float | Tensor = 1.0, g: flo
     Raises:
         ValueError, TypeError: the shapes or dtypes do not fit.
     """
-    require_generators(G, H)
-    require_real(G=G, H=H)
-    dtype, p = computing_dtype(G, H), min(G.shape[0], H.shape[0])
+    arguments.require_generators(G, H)
+    arguments.require_real(G=G, H=H)
+    dtype, p = arguments.computing_dtype(G, H), min(G.shape[0], H.shape[0])
     return (shift_krylov_rows(G.to(dtype), f, p).mT @ shift_krylov_rows(H.to(dtype), g, p)).to(G.dtype)
 
 
@@ -87,9 +79,9 @@ def prepare_toeplitz_like(
     Raises:
         ValueError, TypeError: the shapes or dtypes do not fit.
     """
-    require_generators(G, H)
-    require_real(G=G, H=H)
-    dtype = computing_dtype(G, H)
+    arguments.require_generators(G, H)
+    arguments.require_real(G=G, H=H)
+    dtype = arguments.computing_dtype(G, H)
     return ScaledToeplitzSpectra.of(*_parts(G.to(dtype), H.to(dtype), f, g))
 
 
@@ -178,7 +170,7 @@ def circulant_matmul(column: Tensor, x: Tensor, out_features: int | None = None)
         )
     dtype = _real(column, x)
     spectrum = torch.fft.rfft(column.to(_computed(dtype)))
-    return by_rows(lambda rows: circulant_product(spectrum, rows, k)[:, :m], x, _computed(dtype)).to(dtype)
+    return arguments.by_rows(lambda rows: circulant_product(spectrum, rows, k)[:, :m], x, _computed(dtype)).to(dtype)
 
 
 def circulant_product(spectrum: Tensor, x: Tensor, size: int) -> Tensor:
@@ -228,7 +220,7 @@ def vandermonde_like_matmul(nodes: Tensor, G: Tensor, H: Tensor, x: Tensor) -> T
     """x Mᵀ for M = Σ_i K(diag(v), g_i) K(Z_0, h_i)ᵀ, v the nodes; O(m n r) and transforms for each row of x.
 
     The Krylov matrices have n columns, as Z_0ⁿ = 0; equation (2) of Thomas et al. with A = diag(v), B = Z_0ᵀ has no
-    more than m of them, so it is the same where m >= n. Here the Vandermonde matrix v_iʲ of any m and n is M, of r = 1,
+    more than m of them, so it is the same if m >= n. Here the Vandermonde matrix v_iʲ of any m and n is M, of r = 1,
     with g = (1, ..., 1) and h = (1, 0, ..., 0). Its powers are formed: nodes above 1 may overflow.
 
     Args:
@@ -260,7 +252,7 @@ def vandermonde_like_matmul(nodes: Tensor, G: Tensor, H: Tensor, x: Tensor) -> T
         products = torch.fft.irfft(hats, length)[..., :n] @ _powers(nodes, n).mT
         return (products * G.mT).sum(-2)
 
-    return by_rows(multiply, x, _computed(dtype)).to(dtype)
+    return arguments.by_rows(multiply, x, _computed(dtype)).to(dtype)
 
 
 def vandermonde_like_to_dense(nodes: Tensor, G: Tensor, H: Tensor) -> Tensor:
@@ -336,8 +328,8 @@ def _powers(nodes: Tensor, count: int) -> Tensor:
 def _sizes(G: Tensor, H: Tensor, x: Tensor) -> tuple[int, int]:
     """m and n for G (m, r), H (n, r) and x (..., n). Other shapes are refused."""
     m, n = (generator.shape[0] if generator.ndim else 0 for generator in (G, H))
-    require_generators(G, H, m, n)
-    require_vectors(x, n)
+    arguments.require_generators(G, H, m, n)
+    arguments.require_vectors(x, n)
     return m, n
 
 
@@ -347,7 +339,7 @@ def _require_nodes(name: str, nodes: Tensor, size: int) -> None:
 
 
 def _promoted(*tensors: Tensor) -> torch.dtype:
-    dtype = promoted_dtype(*tensors)
+    dtype = arguments.promoted_dtype(*tensors)
     if not (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(f"floating-point tensors are needed, got {dtype}")
     return dtype

@@ -30,12 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_struct.functional.checks import checked
-from lightning_struct.functional.structured.arguments import (
-    promoted_dtype,
-    require_generators,
-    require_one_of,
-    require_vectors,
-)
+from lightning_struct.functional.structured import arguments
 from lightning_struct.functional.structured.cost_model import LARGEST_PREPARED_MATRIX, choose_tridiagonal_method
 from lightning_struct.functional.structured.operators import TridiagonalOperator, krylov_product
 from lightning_struct.functional.torch_tools import denormals_flushed, opaque_operator
@@ -104,7 +99,7 @@ def tridiagonal_matmul(
         >>> tridiagonal_matmul(A, A, G, H, torch.tensor([1.0, 0.0, 0.0]))
         tensor([2., 0., 1.])
     """
-    require_vectors(x, b.size)
+    arguments.require_vectors(x, b.size)
     return _product(*_tensors(a, b), G, H, x, method=method)
 
 
@@ -168,10 +163,12 @@ def _operators(tensors: Sequence[Tensor]) -> tuple[TridiagonalOperator, Tridiago
 _product = opaque_operator(
     "tridiagonal_matmul",
     _computed_product,
-    lambda t: t[10].new_empty(*t[10].shape[:-1], len(t[8]), dtype=promoted_dtype(*t)),
+    lambda t: t[10].new_empty(*t[10].shape[:-1], len(t[8]), dtype=arguments.promoted_dtype(*t)),
 )
 _matrix = opaque_operator(
-    "tridiagonal_to_dense", _computed_matrix, lambda t: t[8].new_empty(len(t[8]), len(t[9]), dtype=promoted_dtype(*t))
+    "tridiagonal_to_dense",
+    _computed_matrix,
+    lambda t: t[8].new_empty(len(t[8]), len(t[9]), dtype=arguments.promoted_dtype(*t)),
 )
 
 
@@ -179,12 +176,12 @@ def _krylov_rows(
     a: TridiagonalOperator, b: TridiagonalOperator, G: Tensor, H: Tensor, method: str, *others: Tensor
 ) -> tuple[Tensor, Tensor, torch.dtype]:
     """The columns of all K(A, g_i) and K(B', h_i) as rows, (pr, m) and (pr, n), and the dtype of all arguments."""
-    require_generators(G, H, a.size, b.size)
-    require_one_of("method", method, ("auto", *METHODS))
+    arguments.require_generators(G, H, a.size, b.size)
+    arguments.require_one_of("method", method, ("auto", *METHODS))
     if method == "auto":
         method = choose_tridiagonal_method(G.device)
     bands = [_bands(a), _bands(b)]
-    dtype = promoted_dtype(*bands, G, H, *others)
+    dtype = arguments.promoted_dtype(*bands, G, H, *others)
     if dtype.is_complex:
         raise TypeError(f"tridiagonal operators are multiplied in real dtypes, got {dtype}")
     computed = torch.promote_types(dtype, torch.float32)

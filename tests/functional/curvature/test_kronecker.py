@@ -7,18 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_struct.functional.curvature.kronecker import second_moments, squared_shares
-from lightning_struct.functional.curvature.kronecker_roots import (
+from lightning_struct.functional.curvature.kronecker import (
     NotPositiveDefinite,
     diagonal_root,
     is_invertible,
     kronecker_root,
+    second_moments,
+    squared_shares,
     unchecked_diagonal_root,
     unchecked_kronecker_root,
     with_inverses,
 )
-from lightning_struct.functional.layers.per_sample.contributions import Dense, Lookup, Outer, Uncovered
-from lightning_struct.functional.layers.per_sample.convolution import Convolution
+from lightning_struct.functional.layers.per_sample.contributions import Convolution, Dense, Lookup, Outer, Uncovered
 from lightning_struct.functional.layers.probes import probe_layers
 from tests.cases import CASES, Case, First, trainable
 from tests.optim.shf.waits import waits_of

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_struct.functional.curvature.kronecker_roots import KroneckerRoot
+from lightning_struct.functional.curvature.kronecker import KroneckerRoot
 from lightning_struct.optim import CG, LSMR, LSQR, SHF, Kronecker, LevenbergMarquardt, StepReport, memory
 from lightning_struct.optim.shf.outputs.preconditioner import BlockPreconditioner, Factors, KroneckerFactors
 from tests.cases import CASES, Case, First, flat, mlp, shared_layer_mlp, trainable

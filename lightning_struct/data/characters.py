@@ -98,8 +98,7 @@ class CharactersDataModule(InMemoryDataModule):
                 size = self.sizes[name]
                 asked = f"the {name} set needs a window" if size is None else f"{name}_size is {size}"
                 raise MisconfigurationException(
-                    f"{asked}, but the text has {len(part)} windows of {self.steps} characters for it: make the number "
-                    "or steps smaller, or take a longer text."
+                    f"{asked}, but the text has {len(part)} windows of {self.steps} characters for it: take more text"
                 )
         kept = (part[: self.sizes[name]] for name, part in parts.items())
         return Splits(*(BatchedTensorDataset(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in kept))

@@ -18,12 +18,8 @@ from lightning_struct.data.in_memory import InMemoryDataModule, Splits, image_da
 from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
-IMAGE_SIZE = 28
-STROKE_RADIUS = 0.7
-INK = 1.4
-MARGIN = 2.0
-STEPS = 96
-CHUNK = 1024
+IMAGE_SIZE, STEPS, CHUNK = 28, 96, 1024
+STROKE_RADIUS, INK, MARGIN = 0.7, 1.4, 2.0
 
 KINDS, STROKES, JITTER, DRAWINGS = 10, 2, 0.06, 300  # of the figures that stand in for digits
 

@@ -1,4 +1,4 @@
-"""Reading data sets from files: checks of what a file holds, and one clear error when a data set cannot be had."""
+"""Reading data sets from files: checks of the content, and one clear error when a data set cannot be had."""
 
 import lzma
 import os
@@ -22,7 +22,7 @@ NAME_DIRECTORY = "name the directory that has them (--data.data_dir)"
 NAME_TEXT_FILE = "name another file (--data.text_file)"
 SYNTHETIC_REMEDY = "train on procedurally made data of the same shapes (--data.synthetic=true)"
 
-# what the readers of text, archives and images raise about content
+# errors of the readers of text, archives and images about content
 READING_ERRORS = (
     *(OSError, EOFError, ValueError, IndexError, SyntaxError),
     *(struct.error, zlib.error, lzma.LZMAError, tarfile.TarError),
@@ -32,11 +32,11 @@ T = TypeVar("T")
 
 
 class DamagedFileError(ValueError):
-    """A file that is there, but does not hold what it should.
+    """A file that is there, but has other content than it should.
 
     Args:
         path: the file.
-        problem: what is wrong with it; continues a sentence that begins with the path.
+        problem: the fault; continues a sentence that begins with the path.
     """
 
     def __init__(self, path: Path, problem: str) -> None:
@@ -46,7 +46,7 @@ class DamagedFileError(ValueError):
 
 @contextmanager
 def naming_file(path: Path, place: str = "") -> Iterator[None]:
-    """Turn what reading an existing file raises about its content into a :class:`DamagedFileError` that names it.
+    """Turn errors about the content of an existing file into a :class:`DamagedFileError` that names it.
 
     Args:
         path: the file.
@@ -71,7 +71,7 @@ class Content(NamedTuple):
         match: that of its path.
         data: its bytes.
         path: the file itself, or the archive.
-        place: begins a sentence about what is wrong with a member of an archive; empty for a file.
+        place: begins a sentence about a fault of a member of an archive; empty for a file.
     """
 
     match: re.Match[str]
@@ -186,7 +186,7 @@ def check_vocabulary(saved: Sequence[str], here: Sequence[str], source: str, opt
     Args:
         saved: words of the checkpoint by their numbers.
         here: those of the data.
-        source: what has them, for the error.
+        source: the data that have them, for the error.
         options: names of the options that they depend on.
 
     Raises:
@@ -221,9 +221,9 @@ def read_or_explain(
         name: name of the data set.
         read: reads, and downloads if it may.
         data_dir: directory that ``read`` looks at.
-        files: what is expected there.
+        files: the expected files.
         download: whether ``read`` may download; None if files like those that are there are never downloaded.
-        prepares: whether ``prepare_data`` downloads what is missing.
+        prepares: whether ``prepare_data`` downloads missing files.
         generate: whether a generator of this package can make the data set anew.
         elsewhere: how other files are named.
 

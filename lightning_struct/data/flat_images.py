@@ -8,19 +8,12 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_struct.data import in_memory
 from lightning_struct.data.files import read_or_explain
-from lightning_struct.data.in_memory import (
-    BatchedTensorDataset,
-    InMemoryDataModule,
-    LabelledSamples,
-    Splits,
-    check_pixels,
-    split_at_random,
-)
 from lightning_struct.utilities.checks import check, check_counts, is_number
 
 
-class FlatImagesDataModule(InMemoryDataModule):
+class FlatImagesDataModule(in_memory.InMemoryDataModule):
     """Base of the image sets of Thomas et al., "Learning compressed transforms with low displacement rank".
 
     A share of the training images is kept for validation (Appendix F.1), always the same one. The rest, or less of it
@@ -37,8 +30,8 @@ class FlatImagesDataModule(InMemoryDataModule):
         batch_size: training samples in a step, over all processes together.
         draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
         val_fraction: share of the training images that is kept for validation.
-        train_fraction: share of all training images that is trained on, drawn by ``seed``; at most what validation
-            leaves.
+        train_fraction: share of all training images that is trained on, drawn by ``seed``; at most the part that
+            validation leaves.
         **loader: further options of the loaders, see :class:`InMemoryDataModule`.
 
     Raises:
@@ -74,17 +67,17 @@ class FlatImagesDataModule(InMemoryDataModule):
         self.val_fraction, self.train_fraction = val_fraction, train_fraction
 
     @abstractmethod
-    def read(self) -> tuple[LabelledSamples, LabelledSamples]:
+    def read(self) -> tuple[in_memory.LabelledSamples, in_memory.LabelledSamples]:
         """Training and test part of the official files: images (n, pixels), uint8 or float32 in [0, 1], and labels.
 
         Labels are (n,), int64.
         """
 
     @abstractmethod
-    def make(self) -> tuple[LabelledSamples, LabelledSamples]:
+    def make(self) -> tuple[in_memory.LabelledSamples, in_memory.LabelledSamples]:
         """Training and test part that are made, likewise, by ``seed`` if ``synthetic``, else always the same."""
 
-    def load_parts(self) -> tuple[LabelledSamples, LabelledSamples]:
+    def load_parts(self) -> tuple[in_memory.LabelledSamples, in_memory.LabelledSamples]:
         """Training and test part, read or made.
 
         Raises:
@@ -95,30 +88,32 @@ class FlatImagesDataModule(InMemoryDataModule):
             return self.make()
         return read_or_explain(self.title, self.read, data_dir=self.data_dir, files=self.files, generate=True)
 
-    def load_splits(self) -> Splits:
-        official, (test_images, test_labels) = self.load_parts()
-        (test,) = split_at_random(len(test_images), {"test_size": self.test_size}, of=f"the test part of {self.title}")
-        parts = [(*official, numbers) for numbers in self._cut(len(official[0]))] + [(test_images, test_labels, test)]
-        scaled = [
-            as_float(f"{self.title} ({key})", images[numbers])
-            for key, (images, _, numbers) in zip(Splits._fields, parts, strict=True)
+    def load_splits(self) -> in_memory.Splits:
+        official, of_test = self.load_parts()
+        (test,) = in_memory.split_at_random(
+            len(of_test[0]), {"test_size": self.test_size}, of=f"the test part of {self.title}"
+        )
+        chosen = [*((official, rows) for rows in self._cut(len(official[0]))), (of_test, test)]
+        images = [
+            as_float(f"{self.title} ({key})", images[rows])
+            for key, ((images, _), rows) in zip(in_memory.Splits._fields, chosen, strict=True)
         ]
-        mean, std = mean_and_std(scaled[0])
-        return Splits(
-            *(
-                BatchedTensorDataset(images.sub_(mean).div_(std), labels[numbers])
-                for images, (_, labels, numbers) in zip(scaled, parts, strict=True)
-            )
+        mean, std = mean_and_std(images[0])
+        labels = [labels[rows] for (_, labels), rows in chosen]
+        return in_memory.Splits(
+            *(in_memory.BatchedTensorDataset(x.sub_(mean).div_(std), y) for x, y in zip(images, labels, strict=True))
         )
 
     def _cut(self, available: int) -> tuple[Tensor, Tensor]:
         """Numbers of the training and of the validation images."""
-        (chosen,) = split_at_random(available, {"train_size": self.train_size}, of=f"the training part of {self.title}")
+        (chosen,) = in_memory.split_at_random(
+            available, {"train_size": self.train_size}, of=f"the training part of {self.title}"
+        )
         val_size = round(self.val_fraction * self.train_size)
         val, rest = chosen[:val_size], chosen[val_size:]
         # The fraction is of all training images, those for validation included, as in the paper and its authors' code.
         kept = min(round(self.train_fraction * self.train_size), len(rest))
-        (subset,) = split_at_random(len(rest), {"train_fraction": kept}, of=self.title, seed=self.seed)
+        (subset,) = in_memory.split_at_random(len(rest), {"train_fraction": kept}, of=self.title, seed=self.seed)
         return rest[subset], val
 
 
@@ -129,7 +124,7 @@ def as_float(name: str, images: Tensor) -> Tensor:
         MisconfigurationException: for an empty set, and for pixels that are NaN or outside [0, 1].
     """
     scaled = images.float().div_(255) if images.dtype == torch.uint8 else images.float().clone()
-    check_pixels(name, scaled)
+    in_memory.check_pixels(name, scaled)
     return scaled
 
 

@@ -49,7 +49,7 @@ class IMDBDataModule(DownloadedDataModule):
         Trainer().fit(model, datamodule=IMDBDataModule(data_dir="data"))
 
     The split into words and their numbering are torchtext's: ``pip install 'lightning-struct[text]'``. A checkpoint has
-    the vocabulary, and is refused where another was made.
+    the vocabulary, and is refused if the data have another.
 
     Args:
         data_dir: directory with ``aclImdb``, or with the archive of it: ``aclImdb_v1.tar.gz``, else the first of

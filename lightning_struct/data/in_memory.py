@@ -110,11 +110,11 @@ class InMemoryDataModule(EvaluatedDataModule):
         eval_batch_size: validation, test and prediction samples at a time, per process.
         seed: seed of draws, shuffles and training fractions, and of data that ``synthetic`` makes instead of files, not
             negative; the cut of files into training, validation and test set does not depend on it.
-        drop_last: leave out of each shuffled pass what does not fill a batch.
+        drop_last: leave the samples out of each shuffled pass that do not fill a batch.
 
     Raises:
         MisconfigurationException: for an unknown ``draws``, and for a number out of its range; of the training loader,
-            for a batch size larger than the training set where ``drop_last`` would leave no batch.
+            for a batch size larger than the training set if ``drop_last`` would leave no batch.
 
     Example:
         >>> class Numbers(InMemoryDataModule):
@@ -165,8 +165,7 @@ class InMemoryDataModule(EvaluatedDataModule):
             )
         if self.drop_last and len(train) < self.batch_size:
             raise MisconfigurationException(
-                f"With drop_last nothing is left of {len(train)} training samples in batches of {self.batch_size}: "
-                "make batch_size smaller, or drop_last false."
+                f"drop_last leaves nothing of {len(train)} training samples for batch_size={self.batch_size}: lower it"
             )
         shuffle: Any = DistributedSampler(train, num_replicas=processes, rank=rank, shuffle=True, seed=self.seed)
         options: dict[str, Any] = {"batch_size": self.batch_size // processes, "drop_last": self.drop_last}
@@ -190,7 +189,7 @@ class DownloadedDataModule(InMemoryDataModule):
     Args:
         data_dir: directory with the files.
         batch_size: training samples in a step, over all processes together; None takes that of the data set.
-        draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws; None takes what is usual for the data set.
+        draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws; None takes the usual way of the data set.
         eval_batch_size: validation, test and prediction samples at a time, per process; None likewise.
         train_size: training samples; None takes the size that the data set is described with.
         val_size: validation samples; None likewise.
@@ -322,7 +321,7 @@ def split_at_random(count: int, sizes: Mapping[str, int], *, of: str, seed: int 
     Args:
         count: samples that there are.
         sizes: of the parts, by the names of the arguments that set them.
-        of: what has the samples, for the error.
+        of: the data that have the samples, for the error.
         seed: of the permutation.
 
     Raises:

@@ -1,15 +1,16 @@
-"""A ``DataLoader`` whose batches change size while it is being read, and which resumes within a pass."""
+"""A ``DataLoader``, and its batch sampler, whose batches change size while it is read, and which resume in a pass."""
 
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, chain, groupby, islice, pairwise
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from lightning_struct.data.resizable_batches import ResizableBatchSampler
 from lightning_struct.functional.checks import first_line
 from lightning_struct.utilities.checks import known_length
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -27,13 +28,183 @@ Position: TypeAlias = dict[str, Any]
 MOST_AHEAD = 16
 
 
+class ResizableBatchSampler(Sampler[list[Any]]):
+    """Batches of the units of another batch sampler, of a size that can be set at any time.
+
+    Every unit is handed out exactly once in a pass, whatever the sizes: the single indices that a
+    ``torch.utils.data.BatchSampler`` collects, or the whole batches of any other kind, so many of which become one.
+
+    ``drop_last`` leaves out a last batch only if it is smaller than the batches were at first: a large batch at the end
+    is not lost. Without it, growth makes no last batch of a few samples, which batch normalisation may not be able to
+    train on: if less would be left than batches had at first, the last two share their samples.
+
+    Args:
+        source: the batch sampler.
+        units: how many units a pass has; None if that is not known.
+
+    Attributes:
+        size: units of the next batch, at least 1.
+        ends: units after each batch of this pass that was handed out (or, after :meth:`begin`, will be before ``size``
+            is looked at).
+        limit: units of a pass at most; None for all.
+        splits_rest: whether one reader reads the whole pass, so that the rest of it is known.
+        asked_for: samples of each batch that was handed out, until :class:`ResizableLoader` sees the batch delivered.
+        samples_of_unit: 1, or the samples in the first whole batch of ``source`` (1 as long as none was seen).
+        knows_unit: whether ``samples_of_unit`` is known, so that a size in samples can be set.
+    """
+
+    def __init__(self, source: Iterable[Any], units: int | None) -> None:
+        self.source = source
+        self.sampler = getattr(source, "sampler", None)  # where Lightning looks for set_epoch
+        self.merges = type(source) is not BatchSampler
+        self.first_size = 1 if self.merges else source.batch_size  # type: ignore[attr-defined]
+        self.size, self.splits_rest = self.first_size, True
+        self.drop_last = not self.merges and source.drop_last  # type: ignore[attr-defined]
+        self.ends: list[int] = []
+        self.limit: int | None = None
+        self.asked_for: deque[int] = deque()
+        unit: int | None = 1
+        if self.merges:
+            listed = isinstance(source, Sequence) and source
+            unit = len(source[0]) if listed else getattr(source, "batch_size", None)  # type: ignore[index]
+        self.samples_of_unit, self.knows_unit = unit or 1, bool(unit)
+        self.started_from: RandomStates | None = None
+        self._units, self._handed = units, 0
+        self._resumed_from: RandomStates | None = None
+
+    @property
+    def units(self) -> int | None:
+        """Units of a pass, at most ``limit``; None if that is not known."""
+        if self._units is None or self.limit is None:
+            return self.limit if self._units is None else self._units
+        return min(self._units, self.limit)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next batch."""
+        return self.size * self.samples_of_unit
+
+    def sizes(self) -> list[int]:
+        """Units of each batch of this pass so far."""
+        return [end - start for start, end in pairwise([0, *self.ends])]
+
+    def begin(self, sizes: Iterable[int] = (), handed: int = 0, states: RandomStates | None = None) -> None:
+        """Make the next iteration a new pass, or one that continues an interrupted pass.
+
+        Args:
+            sizes: sizes, in units, of the batches that the interrupted pass had handed out.
+            handed: number of these batches that are skipped; the rest come first.
+            states: states of the random generators when the interrupted pass began.
+        """
+        self.ends, self._handed, self._resumed_from = list(accumulate(sizes)), handed, states
+        self.asked_for.clear()
+
+    def split(self, place: int, sizes: Iterable[int]) -> None:
+        """Note that the batch at ``place`` of this pass was delivered as batches of other sizes, in units."""
+        ends = list(accumulate(sizes, initial=self._end(place)))[1:]
+        self.ends[place : place + 1] = ends
+        self._handed += len(ends) - 1
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        units = self._begin_units()
+        while True:
+            done = self._end(self._handed)
+            size = self._next_size() if self._handed == len(self.ends) else self.ends[self._handed] - done
+            batch = list(islice(units, size))
+            if not batch or (self.drop_last and len(batch) < min(self.first_size, size)):
+                return
+            if self._handed == len(self.ends):
+                self.ends.append(done + len(batch))
+            self._handed += 1
+            if self.merges:
+                if len(self.ends) == 1:
+                    self.samples_of_unit, self.knows_unit = len(batch[0]), True
+                batch = [index for unit in batch for index in unit]
+            self.asked_for.append(len(batch))
+            yield batch
+
+    def __len__(self) -> int:
+        """Batches of the whole pass: those handed out, and those that the rest makes at the present size."""
+        if self.units is None:
+            raise TypeError(f"{type(self.source).__name__} has no length")
+        handed = len(self.ends)
+        if not self.splits_rest:
+            return handed + self.batches(self.units - self._end(handed))
+        full, rest = self._layout(self.units - self._end(handed))
+        return handed + full + len(rest)
+
+    def batches(self, units: int) -> int:
+        """Number of batches of the present size that so many units make."""
+        full, rest = divmod(max(units, 0), self.size)
+        return full + (rest >= self._smallest)
+
+    def first_beyond(self, units: float) -> int:
+        """Number, counted from 1, of the first batch that ends at so many units or more."""
+        handed = len(self.ends)
+        known = bisect_left(self.ends, units)
+        if known < handed:
+            return known + 1
+        wanted = units - self._end(handed)
+        full, rest = (math.inf, []) if self.units is None else self._layout(self.units - self._end(handed))
+        if wanted > full * self.size:
+            ends = list(accumulate(rest, initial=full * self.size))
+            return handed + int(full) + min(bisect_left(ends, wanted), len(rest))
+        return handed + max(math.ceil(wanted / self.size), 1)
+
+    def _next_size(self) -> int:
+        """Units of the next batch."""
+        if self.units is None or not self.splits_rest:
+            return self.size
+        full, rest = self._layout(self.units - self._end(self._handed))
+        return rest[0] if rest and not full else self.size
+
+    def _layout(self, units: int) -> tuple[int, list[int]]:
+        """Batches into which the last units of a pass go.
+
+        Returns:
+            How many there are of ``size``, and the sizes of the others, which come after them.
+        """
+        full, left = divmod(max(units, 0), self.size)
+        if full and 0 < left < self.first_size < self.size and not self.drop_last:
+            return full - 1, [math.ceil((self.size + left) / 2), (self.size + left) // 2]
+        return full, [left] if left >= self._smallest else []
+
+    @property
+    def _smallest(self) -> int:
+        """Units of the smallest batch that is handed out at the present size."""
+        return min(self.first_size, self.size) if self.drop_last else 1
+
+    def _end(self, batches: int) -> int:
+        return self.ends[batches - 1] if batches else 0
+
+    def _begin_units(self) -> Iterator[Any]:
+        source: Any = self.source if self.merges else self.sampler
+        passed_over = self._end(self._handed)
+        bound = None if self.limit is None else max(self.limit - passed_over, 0)
+        if self._resumed_from is None:
+            self.started_from = random_states(self.generators())
+            return islice(iter(source), bound)
+        self.started_from, self._resumed_from = self._resumed_from, None
+        with isolated_random_states():
+            set_random_states(self.started_from, self.generators())
+            units = iter(source)
+            first = list(islice(units, passed_over, passed_over + 1))  # some samplers draw only when asked for one
+        return islice(chain(first, units), bound)
+
+    def generators(self) -> list[torch.Generator]:
+        """The random generators owned by the samplers."""
+        found = [getattr(holder, "generator", None) for holder in (self.source, self.sampler)]
+        return list(dict.fromkeys(g for g in found if isinstance(g, torch.Generator)))
+
+
 class ResizableLoader:
     """A resizable form of a ``DataLoader``, until :meth:`restore`; the loader itself stays as it is.
 
     The resizable one, ``self.loader``, is of a subclass of the loader's class and shares its attributes, among them the
     data set, the samplers and their random generators; but it has its own batch sampler, length and workers, and a pass
     over it can be resumed. It is for one reader: any other reads the loader itself, in batches of the first size, and
-    moves no position. The length counts what has been read and what is to come. Batches that workers have been asked
+    moves no position. The length counts the batches that were read and those to come. Batches that workers have been
+    asked
     for keep their size: a change shows ``num_workers * prefetch_factor`` batches later.
 
     A resumed pass over a map-style data set goes on at the very next sample without reading those before it. Over an
@@ -42,6 +213,8 @@ class ResizableLoader:
 
     Args:
         loader: of single samples, which it puts into batches.
+        processes: number of those that read different batches. Sizes are those of all of them together.
+        limit: bound of the samples of a pass, in batches of the first size, or a fraction of them; None: all.
 
     Attributes:
         loader: the resizable one.
@@ -56,15 +229,13 @@ class ResizableLoader:
         MisconfigurationException: the loader cannot be resized; the message says why and what to do.
     """
 
-    def __init__(self, loader: DataLoader) -> None:
+    def __init__(self, loader: DataLoader, processes: int = 1, limit: float | None = None) -> None:
         if (refusal := why_not_resizable(loader)) is not None:
             problem, remedy = refusal
             raise MisconfigurationException(
-                f"The size of batches cannot be changed in {problem}. Either {remedy}, or accumulate gradients "
-                f"instead: GrowingBatchSize(mode='accumulate')"
+                f"The size of batches cannot be changed in {problem}: {remedy}, or GrowingBatchSize(mode='accumulate')"
             )
-        self.delivered = 0
-        self.nominal = False
+        self.delivered, self.nominal, self._processes = 0, False, processes
         self.on_split: Callable[[int, str], None] | None = None
         self.iterable = isinstance(loader.dataset, IterableDataset)
         source: Any = loader.batch_sampler
@@ -76,6 +247,10 @@ class ResizableLoader:
         else:
             units = known_length(source.sampler if type(source) is BatchSampler else source)
         self.sampler = ResizableBatchSampler(source, units)
+        if isinstance(limit, float):
+            length = known_length(loader)
+            limit = None if length is None else int(limit * length)
+        self.sampler.limit = None if limit is None else int(limit) * self.sampler.first_size
         self.sampler.splits_rest = not (self.iterable and loader.num_workers > 1)
         self._resume: Position | None = None
         self._began_from: RandomStates | None = None
@@ -87,26 +262,53 @@ class ResizableLoader:
     @property
     def batch_size(self) -> int:
         """Samples of the next batch. Setting it rounds to whole samples, or batches of a sampler not torch's."""
-        return self.sampler.batch_size
+        return self.sampler.batch_size * self._processes
 
     @batch_size.setter
     def batch_size(self, batch_size: float) -> None:
-        self.sampler.size = rounded_size(batch_size / self.sampler.samples_of_unit)
+        self.sampler.size = rounded_size(batch_size / self._processes / self.sampler.samples_of_unit)
 
     @property
     def first_batch_size(self) -> int:
         """Samples of a batch before any change."""
-        return self.sampler.first_size * self.sampler.samples_of_unit
+        return self.sampler.first_size * self.sampler.samples_of_unit * self._processes
 
     @property
     def samples(self) -> int | None:
-        """Samples of a pass of this process; None if that is not known."""
+        """Samples of a pass; None if that is not known."""
         units = self.sampler.units
-        return None if units is None else units * self.sampler.samples_of_unit
+        return None if units is None else units * self.sampler.samples_of_unit * self._processes
 
-    def limit(self, batches: int) -> None:
-        """End each pass after the samples of so many batches of the first size."""
-        self.sampler.limit = batches * self.sampler.first_size
+    @property
+    def batches(self) -> int | None:
+        """Batches of the whole pass; None if that is not known."""
+        return known_length(self.loader)
+
+    @property
+    def knows_size(self) -> bool:
+        """Whether it is known how many samples a batch has: of a foreign batch sampler only when one was read."""
+        return self.sampler.knows_unit
+
+    def last_sizes(self, ahead: int) -> list[int]:
+        """Samples of the last batch read but ``ahead``; empty if there is none, as for a negative number."""
+        return [self.sizes_read[-1 - ahead]] if 0 <= ahead < len(self.sizes_read) else []
+
+    def first_batch_beyond(self, fraction: float, length: int) -> int:
+        """Number of the first batch at whose end this fraction of the epoch's samples is read.
+
+        Args:
+            fraction: in (0, 1].
+            length: batches of the epoch.
+        """
+        units = self.sampler.units
+        if units is None or length != self.batches:
+            return math.ceil(fraction * length - 1e-9)
+        return self.sampler.first_beyond(fraction * units - 1e-6)
+
+    def first_sizes(self, position: Position | None) -> tuple[int, int]:
+        """``DataLoader(batch_size=...)`` in the run that saved the position, and now."""
+        size = self.sampler.first_size
+        return (size if position is None else position["first_size"]), size
 
     def begin_anew(self) -> None:
         """Forget the pass under way: the next one begins at the first sample."""
@@ -134,9 +336,9 @@ class ResizableLoader:
         }
 
     def pass_over(self, batches: int) -> None:
-        """Make the next pass begin after so many batches of the first size, of which a run kept no position.
+        """Make the next pass begin after so many batches of the first size, if a run kept no position.
 
-        Its order is that of the interrupted pass where the present state of the random generators does not matter.
+        Its order is that of the interrupted pass if the present state of the random generators does not matter.
         """
         position = self.position()
         states = position["random_states"]
@@ -245,10 +447,10 @@ class ResizableLoader:
     def _collate(self, loader: DataLoader) -> Callable[[list[Any]], Any]:
         collate = vars(loader)["collate_fn"]
         if self._counts:
-            collate = _CountingCollate(collate)
+            collate = partial(_counted, collate)
         if self.on_split is None or self.sampler.merges:
             return collate
-        return _SplittingCollate(collate, self.first_batch_size)
+        return partial(_split, collate, self.sampler.first_size)
 
     def _deliver(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for item in iterator:
@@ -275,14 +477,9 @@ class ResizableLoader:
         return list(dict.fromkeys([*self._generators(), *self.sampler.generators()]))
 
 
-class _CountingCollate:
-    """A ``collate_fn`` that also returns the number of samples, which the workers that read a stream alone know."""
-
-    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
-        self._collate_fn = collate_fn
-
-    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
-        return len(samples), self._collate_fn(samples)
+def _counted(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[int, Any]:
+    """A batch and the number of its samples, which the workers that read a stream alone know."""
+    return len(samples), collate_fn(samples)
 
 
 class _Split(list[Any]):
@@ -292,26 +489,21 @@ class _Split(list[Any]):
     error: str
 
 
-class _SplittingCollate:
-    """A ``collate_fn`` that puts samples into batches of the first size if they do not fit into a larger one."""
-
-    def __init__(self, collate_fn: Callable[[list[Any]], Any], first_size: int) -> None:
-        self._collate_fn, self._first_size = collate_fn, first_size
-
-    def __call__(self, samples: list[Any]) -> Any:
-        try:
-            return self._collate_fn(samples)
-        except Exception as error:
-            if not isinstance(samples, list) or len(samples) <= self._first_size:
-                raise
-            parts = [samples[i : i + self._first_size] for i in range(0, len(samples), self._first_size)]
-            split = _Split(map(self._collate_fn, parts))
-            split.sizes, split.error = [len(part) for part in parts], first_line(error)
-            return split
+def _split(collate_fn: Callable[[list[Any]], Any], first_size: int, samples: list[Any]) -> Any:
+    """A batch, or batches of the first size if the samples do not fit into a larger one."""
+    try:
+        return collate_fn(samples)
+    except Exception as error:
+        if not isinstance(samples, list) or len(samples) <= first_size:
+            raise
+        parts = [samples[i : i + first_size] for i in range(0, len(samples), first_size)]
+        split = _Split(map(collate_fn, parts))
+        split.sizes, split.error = [len(part) for part in parts], first_line(error)
+        return split
 
 
 class _Resizable(DataLoader):
-    """First base of the class of a resizable loader, with what it does not share."""
+    """First base of the class of a resizable loader, with all that it does not share."""
 
     _resizable: ResizableLoader
 
@@ -338,7 +530,7 @@ class _Resizable(DataLoader):
 
 
 def why_not_resizable(loader: Any) -> tuple[str, str] | None:
-    """The loader and why its batches cannot change size, and what would help; None if they can."""
+    """The loader with the reason why its batches cannot change size, and the remedy; None if they can."""
     name = type(loader).__name__
     name = f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
     if not isinstance(loader, DataLoader):

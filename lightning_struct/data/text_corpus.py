@@ -11,14 +11,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_struct.data.files import (
-    NAME_DIRECTORY,
-    NAME_TEXT_FILE,
-    DamagedFileError,
-    check_vocabulary,
-    naming_file,
-    read_or_explain,
-)
+from lightning_struct.data import files
 from lightning_struct.data.in_memory import EvaluatedDataModule
 from lightning_struct.utilities.checks import check, check_counts, check_positive, is_count
 from lightning_struct.utilities.distributed import data_parallel_replicas
@@ -53,7 +46,7 @@ class Corpus(NamedTuple):
 class ColumnLoader:
     """Reads a text in columns: batches follow each other in the text.
 
-    The text is cut into as many columns as fit side by side; what is left over at its end is dropped. A batch has the
+    The text is cut into as many columns as fit side by side; the rest at its end is dropped. A batch has the
     next words of all columns, and for each word the one that follows it. With several processes each reads its share of
     the columns. An epoch that is left is begun anew, but one that is resumed from a state goes on with the next batch:
     Lightning saves the state in its checkpoints.
@@ -80,8 +73,7 @@ class ColumnLoader:
         length = len(words) // columns
         if length < 2:
             raise MisconfigurationException(
-                f"{title} has {len(words)} words, too few for {columns} columns of two: make the batch size smaller, "
-                "or take a longer text."
+                f"{title} has {len(words)} words, too few for {columns} columns of two: lower the batch size."
             )
         table = words[: length * columns].view(columns, length).T
         self.table = table[:, rank * (columns // processes) : (rank + 1) * (columns // processes)].contiguous()
@@ -113,7 +105,7 @@ class TextCorpusDataModule(EvaluatedDataModule):
     """WikiText-2, or any other text: 2,088,628 / 217,646 / 245,569 words for training, validation and test.
 
     Batches are (words, next words), both (steps, columns), int64, as in torch's example ``word_language_model``, whose
-    settings the paper takes: each column goes on where it ended in the batch before. Words are what stands between
+    settings the paper takes: each column goes on where it ended in the batch before. Words stand between
     spaces, and ``<eos>`` at the end of each line. They are numbered in the order in which the training text has them; a
     word that it does not have is ``<unk>``.
 
@@ -122,7 +114,7 @@ class TextCorpusDataModule(EvaluatedDataModule):
         data = TextCorpusDataModule(data_dir="data")
         Trainer().fit(LanguageModel(data.vocabulary_size), datamodule=data)
 
-    A checkpoint has the vocabulary, and is refused where another was made.
+    A checkpoint has the vocabulary, and is refused if the data have another.
 
     Args:
         data_dir: directory with ``wiki.train.tokens``, ``wiki.valid.tokens`` and ``wiki.test.tokens``, or with
@@ -212,10 +204,10 @@ class TextCorpusDataModule(EvaluatedDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         options = "data_dir, text_file, train_size and synthetic"
-        check_vocabulary(state_dict["vocabulary"], self.corpus.vocabulary, "text", options)
+        files.check_vocabulary(state_dict["vocabulary"], self.corpus.vocabulary, "text", options)
 
     def __str__(self) -> str:
-        """The words of each part, where the text has been read; Lightning's own asks for the data sets of loaders."""
+        """The words of each part, if the text has been read; Lightning's own asks for the data sets of loaders."""
         if self._corpus is None:
             return f"{type(self).__name__}: not read yet"
         sizes = (f"{part} {len(getattr(self._corpus, part)):,}" for part in PARTS)
@@ -236,17 +228,17 @@ class TextCorpusDataModule(EvaluatedDataModule):
             return Corpus([f"word{number}" for number in range(self.synthetic_vocabulary)], *words.split(sizes))
         if self.text_file is not None:
             path = Path(self.text_file)
-            place, files, elsewhere = path.parent, path.name, NAME_TEXT_FILE
+            place, expected, elsewhere = path.parent, path.name, files.NAME_TEXT_FILE
         else:
             path, place = None, Path(self.data_dir)
             names = " or ".join(", ".join(layout.values()) for layout in LAYOUTS)
-            files = f"{names} of WikiText-2 ({SITE}), or those of another text,"
-            elsewhere = f"{NAME_DIRECTORY}, or any text (--data.text_file)"
-        return read_or_explain(
+            expected = f"{names} of WikiText-2 ({SITE}), or those of another text,"
+            elsewhere = f"{files.NAME_DIRECTORY}, or any text (--data.text_file)"
+        return files.read_or_explain(
             "The text",
             lambda: number_words(*(read_parts(place) if path is None else cut_text(read_text(path), self.least_count))),
             data_dir=str(place),
-            files=files,
+            files=expected,
             elsewhere=elsewhere,
         )
 
@@ -265,7 +257,7 @@ def read_words(path: Path) -> list[str]:
         OSError: if the file cannot be opened.
         DamagedFileError: if it is not UTF-8.
     """
-    with naming_file(path), path.open(encoding="utf-8") as lines:
+    with files.naming_file(path), path.open(encoding="utf-8") as lines:
         return [word for line in lines for word in (*line.split(), END_OF_LINE)]
 
 
@@ -278,7 +270,7 @@ def read_text(path: Path) -> list[str]:
     """
     words = read_words(path)
     if not words:
-        raise DamagedFileError(path, "is empty")
+        raise files.DamagedFileError(path, "is empty")
     return words
 
 

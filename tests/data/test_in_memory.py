@@ -129,7 +129,7 @@ def test_what_does_not_fill_a_batch_is_dropped_if_asked_for():
 
 
 def test_an_epoch_without_a_whole_batch_is_refused():
-    with pytest.raises(MisconfigurationException, match="nothing is left of 40 training samples in batches of 41"):
+    with pytest.raises(MisconfigurationException, match="leaves nothing of 40 training samples for batch_size=41"):
         small_mnist(batch_size=41, drop_last=True).train_dataloader()
 
 

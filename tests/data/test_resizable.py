@@ -18,8 +18,7 @@ from torch.utils.data import (
 )
 
 from lightning_struct.data import DrawLoader, IndependentDraws
-from lightning_struct.data.resizable import ResizableLoader
-from lightning_struct.data.resizable_batches import ResizableBatchSampler
+from lightning_struct.data.resizable import ResizableBatchSampler, ResizableLoader
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=12)
 
@@ -144,9 +143,8 @@ def test_the_end_of_a_new_pass_is_split_by_what_is_left_of_it():
 
 
 def test_a_limit_ends_the_pass_after_the_samples_of_so_many_first_batches():
-    loader, sizes = resizable(range(40), batch_size=4)
-    sizes.limit(3)
-    assert numbers(batches(loader, [5], sizes)) == list(range(12)) and len(loader) == 3
+    sizes = ResizableLoader(DataLoader(range(40), batch_size=4), limit=3)
+    assert numbers(batches(sizes.loader, [5], sizes)) == list(range(12)) and len(sizes.loader) == 3
 
 
 # Other readers

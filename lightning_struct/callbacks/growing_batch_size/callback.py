@@ -10,16 +10,11 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_struct.callbacks.growing_batch_size import rules
 from lightning_struct.callbacks.growing_batch_size.estimators import NoiseEstimator
 from lightning_struct.callbacks.growing_batch_size.fit import LOGGED, Fit
 from lightning_struct.callbacks.growing_batch_size.measurement import Measurement
 from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics
-from lightning_struct.callbacks.growing_batch_size.rules import (
-    SampleSchedule,
-    ValidationRule,
-    next_batch_size,
-    predicted_batch_size,
-)
 from lightning_struct.callbacks.growing_batch_size.stationarity import window_length
 from lightning_struct.callbacks.runs import Run
 from lightning_struct.callbacks.validation import DueValidation, MonitoredValue
@@ -35,7 +30,7 @@ PARTS = ("growth", "measurement", "learning_rate", "schedulers", "memory")  # of
 # Attributes in checkpoints, without their _
 COUNTED = ("batch_size", "first_size", "samples", "steps", "resized_at", "looks_at")
 
-# Sizes of which the smaller is more than this share of the larger: growth from one to the other is not logged.
+# Growth is not logged if the smaller of both sizes is more than this share of the larger.
 SIMILAR = 0.9
 
 
@@ -59,7 +54,7 @@ class GrowingBatchSize(Callback):
     **The measurement.** An estimator measures the noise from the gradients of single samples, by hooks on the layers;
     or from those of the backward passes of a step, if it has several. Which one, and how often, depends on the project
     and never on a clock; one line after the first step reports it. If layers can measure less than half of the
-    gradient, or an estimator fails, nothing is measured any more, and one warning says why and what would help.
+    gradient, or an estimator fails, nothing is measured any more, and one warning gives the reason and the remedy.
     A gradient that is NaN or infinite is not measured; one warning names the first such batch, and the gradient is left
     alone. With ``theta=inf`` or a ``schedule`` nothing is measured. A module with a method ``gradient_statistics()``
     supplies the measurement itself. With several optimizers, the largest prediction counts.
@@ -151,7 +146,7 @@ class GrowingBatchSize(Callback):
         max_device_batch_size: int | Literal["auto"] | None = None,
         estimator: Literal["auto", "layers", "parts"] | NoiseEstimator = "auto",
         max_overhead: float = 0.03,
-        validation: ValidationRule | None = None,
+        validation: rules.ValidationRule | None = None,
         mode: Literal["auto", "batch", "accumulate", "measure"] = "auto",
     ) -> None:
         check_positive(max_batch_size=max_batch_size)
@@ -161,7 +156,7 @@ class GrowingBatchSize(Callback):
         check("scale_lr", scale_lr, scale_lr in (None, "sqrt", "linear"), "'sqrt', 'linear', or None")
         share = is_number(max_overhead) and 0 < max_overhead <= 1
         check("max_overhead", max_overhead, share, "a share of the time, in (0, 1]")
-        is_rule = validation is None or isinstance(validation, ValidationRule)
+        is_rule = validation is None or isinstance(validation, rules.ValidationRule)
         check("validation", validation, is_rule, "a ValidationRule, or None")
         modes = ("auto", "batch", "accumulate", "measure")
         check("mode", mode, mode in modes, f"one of {', '.join(map(repr, modes))}")
@@ -169,23 +164,15 @@ class GrowingBatchSize(Callback):
         self.scale_lr: Literal["sqrt", "linear"] | None = scale_lr or ("sqrt" if schedule == "auto" else None)
         self.max_device_batch_size, self.max_overhead, self.mode = max_device_batch_size, max_overhead, mode
         self.estimator = estimator if isinstance(estimator, NoiseEstimator) else NoiseEstimator(estimator)
-        self.validation = validation or ValidationRule()
-        self._schedule = None if schedule in (None, "auto") else SampleSchedule.parse(schedule, max_batch_size)
-        if schedule is not None:
-            for name, value, is_unused in (
-                ("theta", theta, theta not in (None, math.inf)),
-                ("validation", validation, validation is not None),
-                ("estimator", estimator, estimator != "auto"),
-            ):
-                if is_unused:
-                    raise MisconfigurationException(
-                        f"schedule={schedule!r} sets the sizes, and nothing is measured, but {name}={value!r} is of a "
-                        "rule that goes by measurements: leave one of them out"
-                    )
-            if mode == "measure":
+        self.validation = validation or rules.ValidationRule()
+        self._schedule = None if schedule in (None, "auto") else rules.SampleSchedule.parse(schedule, max_batch_size)
+        chosen: dict[str, tuple[Any, ...]] = {"theta": (theta, None, math.inf), "validation": (validation, None)}
+        chosen |= {"estimator": (estimator, "auto"), "mode": (mode, "auto", "batch", "accumulate")}
+        for name, (value, *unmeasured) in chosen.items():
+            if schedule is not None and value not in unmeasured:
                 raise MisconfigurationException(
-                    f"mode='measure' leaves the sizes as they are, and schedule={schedule!r} sets them: leave one of "
-                    "them out"
+                    f"schedule={schedule!r} sets the sizes, and nothing is measured, but {name}={value!r} asks for "
+                    "measurements: leave one of them out"
                 )
         self.logged: tuple[str, ...] = LOGGED
         self._begin()
@@ -217,12 +204,12 @@ class GrowingBatchSize(Callback):
         if measurement.size_before_loss_grew is not None:
             return measurement.size_before_loss_grew
         if not measurement.is_reported:
-            # what the noise of a batch of twice the size is has to be seen before the next decision
+            # the noise of a batch of twice the size must be measured before the next decision
             limit = min(limit, 2 * batch_size)
             if not self._may_grow:
                 predictions = [min(size, math.floor(batch_size)) for size in predictions]
         values, rule = self.validation_values, self.validation
-        return next_batch_size(batch_size, predictions, values, max_batch_size=limit, validation=rule)
+        return rules.next_batch_size(batch_size, predictions, values, max_batch_size=limit, validation=rule)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -260,9 +247,8 @@ class GrowingBatchSize(Callback):
             self._follow_rate()
             if not trainer.lr_scheduler_configs:
                 rank_zero_warn(
-                    "GrowingBatchSize(schedule='auto') follows the schedule of the learning rate, and "
-                    "configure_optimizers returns no lr_scheduler: the batch stays as it is, unless the module lowers "
-                    "the rate itself"
+                    "GrowingBatchSize(schedule='auto') follows the schedule of the learning rate, but "
+                    "configure_optimizers returns no lr_scheduler: the batch grows only if the module lowers the rate"
                 )
         if self._limit == math.inf and self.schedule is None:
             rank_zero_warn(
@@ -283,9 +269,7 @@ class GrowingBatchSize(Callback):
             self._follow_rate()
         self._present_fit.growth.on_train_epoch_start()
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if not skips_backward(trainer):
             self._present_fit.begin_batch(batch, batch_idx, step=self._steps + 1)
 
@@ -301,9 +285,7 @@ class GrowingBatchSize(Callback):
         if self._fit is not None and self._fit.batch is not None:
             self._fit.measurement.before_step(optimizer)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         fit = self._present_fit
         if fit.batch is None:
             return
@@ -383,10 +365,7 @@ class GrowingBatchSize(Callback):
         self._parts = {name: state_dict[name] for name in PARTS}
         most = self.max_batch_size
         if most is not None and self._batch_size is not None and self._batch_size > most:  # it may be a lower one now
-            rank_zero_info(
-                f"The checkpoint's batch of {self._batch_size:g} is larger than GrowingBatchSize(max_batch_size="
-                f"{most}): it goes on with a batch of {most}"
-            )
+            rank_zero_info(f"The checkpoint's batch of {self._batch_size:g} becomes one of max_batch_size={most}")
             self._batch_size, self._resized_at = float(most), self._steps
         if self._fit is not None:
             self._fit.load_state_dict(self._parts)
@@ -401,7 +380,7 @@ class GrowingBatchSize(Callback):
 
     @property
     def _limit(self) -> float:
-        bounds = self.max_batch_size, self._present_fit.growth.dataset_size
+        bounds = self.max_batch_size, self._present_fit.growth.dataset_size()
         return min((bound for bound in bounds if bound is not None), default=math.inf)
 
     @property
@@ -468,13 +447,13 @@ class GrowingBatchSize(Callback):
         if step.checked is None:
             return
         if step.checked.variance is None and step.checked.batch_size < 2 and self._tests_norm:
-            # else it is what was left of an epoch
+            # else it is the rest of an epoch
             if growth.batch_size < 1.5 and self._limit > 1 and self._may_grow and not growth.is_fixed:
                 self._resize(2.0, "a batch of one has no variance to measure")
             return
         self._check(step.checked, type(trainer.lightning_module).__name__)
         measurement.look_at_loss()
-        # whether the size may change is the same in all processes, of which the first one decides
+        # whether the size may change is the same in all processes; the first one decides
         rule = self.validation
         stalls = len(self.validation_values) > rule.window
         if stalls or self._tests_norm or self._batch_size is None or self._has_own_rule:
@@ -560,7 +539,7 @@ class GrowingBatchSize(Callback):
                 raise MisconfigurationException(problem)
             rank_zero_warn(f"{problem}. The size is decided by the steps before")
             return
-        needs_value = self.validation.growth != ValidationRule.growth
+        needs_value = self.validation.growth != rules.ValidationRule.growth
         has_value = self.validation.monitor is not None or statistics.validation_value is not None
         if not self.records and needs_value and not has_value:
             rank_zero_warn(
@@ -570,8 +549,8 @@ class GrowingBatchSize(Callback):
         predicted, noises = 1, fit.measurement.noise.values()
         if variance is not None:
             taken = [statistics] if fit.measurement.is_reported else [noise.statistics(size) for noise in noises]
-            dataset_size = fit.growth.dataset_size
-            predicted = max(predicted_batch_size(of, dataset_size, theta, self.max_batch_size) for of in taken)
+            dataset_size = fit.growth.dataset_size()
+            predicted = max(rules.predicted_batch_size(of, dataset_size, theta, self.max_batch_size) for of in taken)
             fit.values["gradient_variance"] = variance
         fit.values["batch_size_predicted"] = float(predicted)
         if (noise_scale := fit.measurement.noise_scale) is not None and noise_scale < math.inf:

@@ -1,4 +1,4 @@
-"""The parts of one fit: what the callback hooks into the Trainer, logs, and knows of the batch under way."""
+"""The parts of one fit: hooks in the Trainer, values to log, and the batch under way."""
 
 from __future__ import annotations
 
@@ -11,17 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_struct.callbacks.growing_batch_size.growth import (
-    AccumulationGrowth,
-    BatchGrowth,
-    State,
-    check_accumulation,
-)
-from lightning_struct.callbacks.growing_batch_size.learning_rate import (
-    LearningRateRule,
-    LearningRateScale,
-    SchedulerClock,
-)
+from lightning_struct.callbacks.growing_batch_size import growth, learning_rate
 from lightning_struct.callbacks.growing_batch_size.loader_growth import LoaderGrowth
 from lightning_struct.callbacks.growing_batch_size.measurement import Measurement
 from lightning_struct.callbacks.growing_batch_size.memory import MemoryLimit
@@ -47,9 +37,9 @@ class Fit:
         growth: the way to change the samples of a step.
         clock: of the schedulers.
         memory: that bounds the samples of a forward pass; None if nothing does.
-        values: by names of ``LOGGED``: what is new since loggers wrote, as logging takes longer than checking.
+        values: by names of ``LOGGED``: those that are new since loggers wrote, as logging takes longer than checking.
         rate: that follows the batch; None if it does not.
-        is_described: whether the line that says what was chosen has been printed.
+        is_described: whether the line that describes the choices has been printed.
         note: of that line, on batches that are left as they are.
         logged_size: the size after the last change that was logged; None before one.
         batch: the one under way, with its number; None between two, and in an epoch that trains nothing.
@@ -64,32 +54,32 @@ class Fit:
         self,
         trainer: L.Trainer,
         batch_size: float | None,
-        before: State,
+        before: growth.State,
         growing: tuple[str, int | Literal["auto"] | None],
-        scale_lr: LearningRateRule | None,
+        scale_lr: learning_rate.LearningRateRule | None,
         may_stay: bool,
     ) -> None:
         self.trainer, self._batch_size, self._may_stay = trainer, batch_size, may_stay
         mode, limit = growing
-        self.growth: BatchGrowth
+        self.growth: growth.BatchGrowth
         if mode in ("accumulate", "measure"):
-            self.growth = AccumulationGrowth(trainer, batch_size, is_fixed=mode == "measure")
+            self.growth = growth.AccumulationGrowth(trainer, batch_size, is_fixed=mode == "measure")
         else:
             on_refusal = self._accumulate_instead if mode == "auto" else None
             self.growth = LoaderGrowth(trainer, batch_size, on_refusal)
         self.memory = None if limit is None else MemoryLimit(trainer, limit)
-        self.clock, self.values = SchedulerClock(trainer), dict[str, float]()
-        self.rate = None if scale_lr is None else LearningRateScale(scale_lr)
+        self.clock, self.values = learning_rate.SchedulerClock(trainer), dict[str, float]()
+        self.rate = None if scale_lr is None else learning_rate.LearningRateScale(scale_lr)
         self.is_described, self.note = False, ""
         self.logged_size: float | None = None
-        self._to_log: tuple[str, ...] | None = None  # what the module does not log itself, from the first step on
+        self._to_log: tuple[str, ...] | None = None  # names that the module does not log itself, from the first step on
         self._measurement: Measurement | None = None
         # Trainer.global_step does not count the steps of self.optimizers(use_pl_optimizer=False), which a module may
         # take under manual optimization: this hook sees them
         self._handle: RemovableHandle | None = None
-        # what was loaded, until it is used: the state of one way of growth may be continued by the other
-        self._loaded_growth: State | None = None
-        self._loaded_measurement: State | None = before["measurement"]
+        # the loaded states, until they are used: the other way of growth may continue with them
+        self._loaded_growth: growth.State | None = None
+        self._loaded_measurement: growth.State | None = before["measurement"]
         self._resumes = False
         self._load(before)
         self._steps_before = 0
@@ -166,7 +156,7 @@ class Fit:
         if self._loaded_growth is not None:
             self._loaded_growth = self._loaded_growth | {"decided": batch_size}
 
-    def end(self, keep_growth: bool) -> State:
+    def end(self, keep_growth: bool) -> growth.State:
         """Give Trainer and loaders back as they were.
 
         Args:
@@ -188,7 +178,7 @@ class Fit:
         self.growth.restore()
         return state
 
-    def state_dict(self, with_growth: bool = True) -> State:
+    def state_dict(self, with_growth: bool = True) -> growth.State:
         """State of the parts; with that of the growth it is a collective call of all processes."""
         return {
             "growth": self.growth.state_dict() if with_growth else None,
@@ -198,7 +188,7 @@ class Fit:
             "memory": None if self.memory is None else self.memory.samples,
         }
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: growth.State) -> None:
         """Continue where the state was saved."""
         self._load(state)
         if state["schedulers"] is not None:
@@ -210,7 +200,7 @@ class Fit:
             self.growth.load_state_dict(state["growth"])
             self._loaded_growth = state["growth"]
 
-    def _load(self, state: State) -> None:
+    def _load(self, state: growth.State) -> None:
         if self.memory is not None and self.memory.is_found and state["memory"] is not None:
             self.memory.samples = state["memory"]
         if self.rate is not None and state["learning_rate"] is not None:
@@ -223,12 +213,12 @@ class Fit:
         """Continue by accumulation, as the batches of a loader cannot change size, or had better not."""
         refused, stays = f"The size of batches cannot be changed in {problem}.", False
         try:
-            check_accumulation(self.trainer, "mode='auto'", remedy)
+            growth.check_accumulation(self.trainer, "mode='auto'", remedy)
         except MisconfigurationException as error:
             if not self._may_stay:
                 raise MisconfigurationException(f"{refused} {error}") from None
             stays, refused = True, f"{refused} {error}."
-        self.growth = AccumulationGrowth(self.trainer, self._batch_size, is_fixed=stays)
+        self.growth = growth.AccumulationGrowth(self.trainer, self._batch_size, is_fixed=stays)
         if self._loaded_growth is not None:
             self.growth.load_state_dict(self._loaded_growth)
         instead = "accumulates gradients over more of them"

@@ -41,24 +41,20 @@ class BatchGrowth:
     @property
     def batch_size(self) -> float:
         """Samples of the next step, as decided. It gets a whole number near that, the same on all processes."""
-        return self._present if self._decided is None else self._decided
+        return self._present() if self._decided is None else self._decided
 
-    @property
     def _present(self) -> int:
         """Samples of the next step, if none are decided."""
         raise NotImplementedError
 
-    @property
     def dataset_size(self) -> int | None:
         """Samples of an epoch; None for a stream."""
         raise NotImplementedError
 
-    @property
     def first_length(self) -> float:
         """Batches of an epoch of this process at their first size; infinite for a stream."""
         raise NotImplementedError
 
-    @property
     def relative_size(self) -> float | None:
         """Size of the batch under way over the first size; None if an epoch is a number of batches."""
         raise NotImplementedError
@@ -83,7 +79,7 @@ class BatchGrowth:
         """Begin with a batch that is trained on."""
 
     def on_train_batch_end(self) -> None:
-        """Change what can be changed between two batches."""
+        """Change the size between two batches, if that is possible."""
 
     def on_train_epoch_end(self) -> None:
         """End an epoch."""
@@ -96,7 +92,7 @@ class BatchGrowth:
         """Continue the run that saved the state; call it before Lightning prepares the loaders."""
 
     def restore(self) -> None:
-        """Undo what was changed in the Trainer."""
+        """Undo all changes of the Trainer."""
 
 
 def is_scheduled(trainer: L.Trainer) -> bool:
@@ -105,7 +101,7 @@ def is_scheduled(trainer: L.Trainer) -> bool:
 
 
 def accumulate_as_scheduled(trainer: L.Trainer) -> None:
-    """Set what a ``GradientAccumulationScheduler`` sets in this epoch, before it does so itself."""
+    """Set the number that a ``GradientAccumulationScheduler`` sets in this epoch, before it does so itself."""
     for scheduler in _schedulers(trainer):
         trainer.accumulate_grad_batches = scheduler.get_accumulate_grad_batches(trainer.current_epoch)
 
@@ -116,7 +112,7 @@ def _schedulers(trainer: L.Trainer) -> list[Any]:
 
 
 def check_accumulation(trainer: L.Trainer, argument: str, remedy: str) -> None:
-    """Raise where the accumulation cannot be changed during training.
+    """Raise if the accumulation cannot be changed during training.
 
     Args:
         trainer: in ``Callback.setup``.
@@ -159,7 +155,7 @@ def size_of_batch(place: int, samples: int, size: int, drops_last: bool, begins_
 class AccumulationGrowth(BatchGrowth):
     """Lets the effective batch grow by accumulating more batches for each step; the loaders stay as they are.
 
-    The number of accumulated batches changes only where a step has been taken and as many batches of the epoch are done
+    The number of accumulated batches changes only if a step has been taken and as many batches of the epoch are done
     as the new number divides: elsewhere Lightning would scale the gradient of a window by the wrong number. Of the
     numbers up to the one decided, the largest that divides is taken; at the start of an epoch any does.
 
@@ -181,11 +177,9 @@ class AccumulationGrowth(BatchGrowth):
         self._samples_of_batch: int | None = None
         self._has_warned = False
 
-    @property
     def _present(self) -> int:
         return self._trainer.accumulate_grad_batches * (self._samples_of_batch or 1)
 
-    @property
     def dataset_size(self) -> int | None:
         sizes = [known_length(getattr(loader, "dataset", None)) for loader in self._loaders()]
         if None not in sizes:
@@ -193,11 +187,9 @@ class AccumulationGrowth(BatchGrowth):
         batches = self._trainer.num_training_batches
         return None if batches == math.inf else int(batches) * (self._samples_of_batch or 1)
 
-    @property
     def first_length(self) -> float:
         return self._trainer.num_training_batches
 
-    @property
     def relative_size(self) -> float | None:
         return 1.0
 
@@ -257,10 +249,9 @@ class AccumulationGrowth(BatchGrowth):
             self._samples_of_batch, self._accumulated = state["samples_of_batch"], state["accumulated"]
         elif any(of["delivered"] and len(of["sizes"]) > 1 for mine in state.get("positions", ()) for of in mine if of):
             rank_zero_warn(
-                "The checkpoint was written in the middle of an epoch whose batches GrowingBatchSize had enlarged. Now "
-                "it accumulates gradients over batches of the DataLoader's own size. Lightning counts as many of them "
-                "as done, but reads the epoch from its beginning: some samples are trained on again, and others not. "
-                "Resume with mode='batch', or from the end of an epoch"
+                "The checkpoint was written in the middle of an epoch whose batches GrowingBatchSize had enlarged. "
+                "Now it accumulates gradients, and reads the epoch from its beginning: some samples are trained on "
+                "again, and others not. Resume with mode='batch', or from the end of an epoch"
             )
 
     def restore(self) -> None:
@@ -268,7 +259,7 @@ class AccumulationGrowth(BatchGrowth):
             self._trainer.accumulate_grad_batches = self._first_accumulated
 
     def _change(self, done: int) -> None:
-        """Set the number of accumulated batches, where a step has been taken after so many batches of the epoch."""
+        """Set the number of accumulated batches, if a step has been taken after so many batches of the epoch."""
         if done % self._trainer.accumulate_grad_batches == 0:
             self._trainer.accumulate_grad_batches = next(k for k in range(self._wanted, 0, -1) if done % k == 0)
 
@@ -285,9 +276,8 @@ class AccumulationGrowth(BatchGrowth):
         if rounded_size(self._decided) < self._samples_of_batch:
             self._has_warned = True
             rank_zero_warn(
-                f"GrowingBatchSize is to make steps of {self._decided:g} samples, and accumulates gradients over whole "
-                f"batches, of which each has {self._samples_of_batch}: the steps are on one batch. For smaller ones, "
-                "give the DataLoader a smaller batch_size"
+                f"GrowingBatchSize accumulates gradients over whole batches of {self._samples_of_batch}, but is to "
+                f"make steps of {self._decided:g} samples: give the DataLoader a smaller batch_size"
             )
 
     def _loaders(self) -> list[Any]:

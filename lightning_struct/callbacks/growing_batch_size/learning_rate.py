@@ -38,7 +38,7 @@ def learning_rate_factor(rule: LearningRateRule, growth: float, noise: float | N
     """Factor of the learning rate for batches of S times the first size.
 
     - ``"sqrt"``: √S, for Adam and its kin (Krizhevsky 2014; Malladi et al. 2022).
-    - ``"linear"``: S, for SGD (Goyal et al. 2017), up to the gradient noise scale: from where the noise is smaller than
+    - ``"linear"``: S, for SGD (Goyal et al. 2017), up to the gradient noise scale: once the noise is smaller than
       the gradient, larger batches bear no larger rate (McCandlish et al. 2018). Without a noise scale there is no
       bound.
 
@@ -133,8 +133,7 @@ class LearningRateScale:
                 )
             if all(group.get("lr") is None for group in optimizer.param_groups):
                 raise MisconfigurationException(
-                    f"{option} has no rate to scale: {name} has none in its param_groups. Leave scale_lr out, or take "
-                    "an optimizer with a learning rate, lr"
+                    f"{option} has no rate to scale, as no group of {name} has an lr: leave scale_lr out"
                 )
         self.detach()
         self._optimizers, self._broadcast = optimizers, broadcast
@@ -166,7 +165,7 @@ class LearningRateScale:
 
         Args:
             batch_size: samples of a step, as they were decided before it. Those of the first one are n₀.
-            noise_scale: tr Σ/‖G‖², averaged over steps, in samples, of several optimizers the smallest; None where the
+            noise_scale: tr Σ/‖G‖², averaged over steps, in samples, of several optimizers the smallest; None if the
                 step was not measured.
         """
         if self._first_batch_size is None:
@@ -282,15 +281,15 @@ def scheduler_steps(batches: float, of: float, accumulated: int, frequency: int)
 class SchedulerClock:
     """Steps the schedulers with ``interval="step"`` as often as it would be done with batches of the first size.
 
-    As batches grow there are fewer optimizer steps, but a schedule goes on meaning what the user wrote: it reaches each
-    of its points after the same samples, and its end with that of the training. A batch counts by its size, fractions
-    included, and the last one of an epoch for what is left of the steps that an epoch has with batches of the first
-    size. Where an epoch is a number of batches, by ``limit_train_batches``, those that are left share what is left of
+    As batches grow there are fewer optimizer steps, but a schedule keeps the meaning that the user gave it: it reaches
+    each of its points after the same samples, and its end with that of the training. A batch counts by its size,
+    fractions included, and the last one of an epoch for the rest of the steps that an epoch has with batches of the
+    first size. If an epoch is a number of batches, by ``limit_train_batches``, those that are left share the rest of
     the steps.
 
-    Where ``max_steps`` alone can end the training, the number of steps is what the user wrote: then Lightning steps the
+    If ``max_steps`` alone can end the training, the number of steps is as the user wrote it: then Lightning steps the
     schedulers as ever. So it does those that are reduced on a plateau, and a module its own in manual optimization.
-    Where ``max_epochs`` and ``max_steps`` are both given, nobody can tell beforehand which of them ends the training:
+    If ``max_epochs`` and ``max_steps`` are both given, nobody can tell beforehand which of them ends the training:
     the schedulers go by the one that is nearer to its end. With ``max_steps`` and a ``GradientAccumulationScheduler``,
     by which steps are not the same share of the training in each epoch, Lightning steps them as ever.
 
@@ -306,7 +305,7 @@ class SchedulerClock:
     def attach(self, growth: BatchGrowth) -> None:
         """Take over the stepping from Lightning, at the start of training."""
         trainer, module = self._trainer, self._trainer.lightning_module
-        if trainer.max_steps != -1 and (is_scheduled(trainer) or not self._has_both_limits(growth.first_length)):
+        if trainer.max_steps != -1 and (is_scheduled(trainer) or not self._has_both_limits(growth.first_length())):
             return
         configs = self._of_steps()
         if configs and not module.automatic_optimization:
@@ -353,12 +352,12 @@ class SchedulerClock:
         """
         if not self._taken:
             return
-        length = growth.first_length
+        length = growth.first_length()
         if batch_idx == 0:
             self._batches = self._batches_stepped = 0.0
             if is_scheduled(self._trainer):
                 self._accumulated = self._trainer.accumulate_grad_batches
-        size = growth.relative_size
+        size = growth.relative_size()
         if size is None and length < math.inf:
             size = (length - self._batches) / max(self._trainer.num_training_batches - batch_idx, 1)
         self._batches = min(self._batches + (1.0 if size is None else size), length)

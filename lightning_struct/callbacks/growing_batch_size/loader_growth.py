@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler
@@ -18,77 +18,9 @@ from lightning_struct.collective import all_gather_objects
 from lightning_struct.data.resizable import Position, ResizableLoader, rounded_size, why_not_resizable
 from lightning_struct.data.sampling import IndependentDraws
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.checks import known_length
 from lightning_struct.utilities.distributed import data_parallel_size
 from lightning_struct.utilities.lightning_internals import TrainingLoaders, cycles, skips_backward
 from lightning_struct.utilities.namespaces import MisconfigurationException
-
-
-class GrowingLoader(ResizableLoader):
-    """A training loader that is resized, with its sizes over all processes.
-
-    Args:
-        loader: of single samples.
-        processes: number of those that read different batches.
-        limit: bound of the samples of an epoch, in batches of the first size or as a fraction of them.
-    """
-
-    def __init__(self, loader: Any, processes: int, limit: float | None) -> None:
-        super().__init__(loader)
-        self._processes = processes
-        self.nominal = True  # until Lightning has checked its own settings against the length
-        length = known_length(loader)
-        if isinstance(limit, int):
-            self.limit(limit)
-        elif limit is not None and length is not None:
-            self.limit(int(limit * length))
-
-    @property
-    def size(self) -> int:
-        return self.batch_size * self._processes
-
-    @property
-    def first_size(self) -> int:
-        return self.first_batch_size * self._processes
-
-    @property
-    def dataset_size(self) -> int | None:
-        return None if self.samples is None else self.samples * self._processes
-
-    @property
-    def batches(self) -> int | None:
-        """Batches of the whole pass; None if that is not known."""
-        return known_length(self.loader)
-
-    @property
-    def knows_size(self) -> bool:
-        """Whether it is known how many samples a batch has: of a foreign batch sampler only when one was read."""
-        return self.sampler.knows_unit
-
-    def set_size(self, size: float) -> None:
-        """Set the size, over all processes, which is rounded."""
-        self.batch_size = size / self._processes
-
-    def last_sizes(self, ahead: int) -> list[int]:
-        """Samples of the last batch read but ``ahead``; empty if there is none, as for a negative number."""
-        return [self.sizes_read[-1 - ahead]] if 0 <= ahead < len(self.sizes_read) else []
-
-    def first_batch_beyond(self, fraction: float, length: int) -> int:
-        """Number of the first batch at whose end this fraction of the epoch's samples is read.
-
-        Args:
-            fraction: in (0, 1].
-            length: batches of the epoch.
-        """
-        units = self.sampler.units
-        if units is None or length != self.batches:
-            return math.ceil(fraction * length - 1e-9)
-        return self.sampler.first_beyond(fraction * units - 1e-6)
-
-    def first_sizes(self, position: Position | None) -> tuple[int, int]:
-        """``DataLoader(batch_size=...)`` in the run that saved the position, and now."""
-        size = self.sampler.first_size
-        return (size if position is None else position["first_size"]), size
 
 
 def why_left_alone(loader: Any) -> tuple[str, str, bool] | None:
@@ -101,6 +33,9 @@ def why_left_alone(loader: Any) -> tuple[str, str, bool] | None:
     if sampler.batch_size == 1:
         return "batches of one sample, as samples of different shapes need", "set mode='batch'", True
     return None
+
+
+OnRefusal: TypeAlias = Callable[[str, str, bool], None]
 
 
 class GrowingDraws:
@@ -118,20 +53,16 @@ class GrowingDraws:
                 "workers fetch ahead would keep the old size, and be lost at a resume"
             )
         self.loader, self._sampler = loader, sampler
-        self.first_size = self._sampler.batch_size
+        self.first_batch_size, self.samples = sampler.batch_size, sampler.samples
 
     @property
-    def size(self) -> int:
+    def batch_size(self) -> int:
         return self._sampler.batch_size
 
-    @property
-    def dataset_size(self) -> int | None:
-        return self._sampler.samples
-
-    def set_size(self, size: float) -> None:
-        samples = math.inf if self.dataset_size is None else self.dataset_size
+    @batch_size.setter
+    def batch_size(self, size: float) -> None:
         whole = max(rounded_size(size), self._sampler.num_replicas)
-        self._sampler.batch_size = int(min(whole, samples))
+        self._sampler.batch_size = whole if self.samples is None else min(whole, self.samples)
 
     def last_sizes(self, ahead: int) -> list[int]:
         return []
@@ -145,7 +76,7 @@ class GrowingDraws:
         return None
 
     def first_sizes(self, position: Position | None) -> tuple[int, int]:
-        return self.first_size, self.first_size
+        return self.first_batch_size, self.first_batch_size
 
     def pass_over(self, batches: int) -> None: ...
 
@@ -157,7 +88,7 @@ class GrowingDraws:
 class LoaderGrowth(BatchGrowth):
     """Lets the batches of the training loaders grow, within the running epoch.
 
-    Several loaders grow in proportion. What Lightning derives from their lengths is kept true: the batches of the
+    Several loaders grow in proportion. Numbers that Lightning derives from their lengths stay true: the batches of the
     epoch; ``limit_train_batches``, of which a fraction, and ``overfit_batches``, keep meaning the same number of
     samples, and an int a number of batches; and how often ``val_check_interval`` validates: as often in an epoch as
     before, after the same samples (but once per batch at most). Without epochs it remains a number of batches.
@@ -166,51 +97,42 @@ class LoaderGrowth(BatchGrowth):
         trainer: in ``Callback.setup``.
         batch_size: the samples of a step to begin with, if they are not those of the loaders.
         on_refusal: is called, when all is put back, with the loader that is not resized and why, with what would
-            help, and whether its batches could be made larger nevertheless. None: what can be resized is resized, and
+            help, and whether its batches could be made larger nevertheless. None: loaders that can be resized are, and
             another loader is an error.
 
     Raises:
         MisconfigurationException: the accumulation cannot be changed; or, when Lightning prepares the loaders: one of
-            them cannot be resized, or is larger than ``max_device_batch_size`` where no size is decided; or the run was
+            them cannot be resized, or is larger than ``max_device_batch_size`` if no size is decided; or the run was
             stopped in the middle of an epoch with another number of processes or loaders.
     """
 
-    def __init__(
-        self,
-        trainer: L.Trainer,
-        batch_size: float | None = None,
-        on_refusal: Callable[[str, str, bool], None] | None = None,
-    ) -> None:
+    def __init__(self, trainer: L.Trainer, batch_size: float | None, on_refusal: OnRefusal | None) -> None:
         super().__init__(trainer, batch_size)
         self._on_refusal = on_refusal
         self._asked_for: tuple[int, float, int] | None = None
         self._state: State | None = None
         self._resumed: State | None = None
-        self._begun = False
-        self._waits = False  # for the first batch of a loader, before which its size is not known
-        self._replans = True  # validation, since what it was planned by has changed
+        self._begun = self._waits = False  # the latter: for the first batch of a loader, whose size is not known before
+        self._replans = True  # validation, since the lengths that it was planned by have changed
         self._nominal_interval: float | None = None
         self._refusal: tuple[str, str, bool] | None = None  # of a loader that is not resized
-        self._loaders: list[GrowingLoader | GrowingDraws] = []
+        self._loaders: list[ResizableLoader | GrowingDraws] = []
         self._epoch_done = 0
         self._trainer_loaders = TrainingLoaders(trainer, self._prepare, self._prepared)
 
-    @property
     def dataset_size(self) -> int | None:
-        sizes = [size for loader in self._loaders if (size := loader.dataset_size) is not None]
+        sizes = [size for loader in self._loaders if (size := loader.samples) is not None]
         return sum(sizes) if len(sizes) == len(self._loaders) else None
 
-    @property
     def first_length(self) -> float:
         return self._nominal_length
 
-    @property
     def relative_size(self) -> float | None:
         loader = self._loaders[self._main]
         read = loader.last_sizes(self._trainer_loaders.ahead)
         if self._limits_batches or not read:
             return None
-        return read[0] * data_parallel_size(self._trainer) / loader.first_size
+        return read[0] * data_parallel_size(self._trainer) / loader.first_batch_size
 
     def expected_sizes(self) -> list[int]:
         ahead, done = self._trainer_loaders.ahead, self._trainer.fit_loop.batch_idx + 1
@@ -237,7 +159,7 @@ class LoaderGrowth(BatchGrowth):
             self._resize()
         self._set_limits()
         self._plan_validation()
-        if passes_over:  # what was set before for that epoch was by the length of the last one
+        if passes_over:  # the numbers set before for that epoch were by the length of the last one
             self._trainer_loaders.length += 1
             self._trainer.accumulate_grad_batches = int(self._trainer_loaders.length)
 
@@ -291,14 +213,13 @@ class LoaderGrowth(BatchGrowth):
             loader.restore()
         self._loaders = []
 
-    @property
     def _present(self) -> int:
-        return self._trainer.accumulate_grad_batches * sum(loader.size for loader in self._loaders)
+        return self._trainer.accumulate_grad_batches * sum(loader.batch_size for loader in self._loaders)
 
-    def _beyond(self, loader: GrowingLoader | GrowingDraws, batches: int, ahead: int) -> int:
+    def _beyond(self, loader: ResizableLoader | GrowingDraws, batches: int, ahead: int) -> int:
         """Batches read of a loader beyond so many of the epoch: ``ahead``, but fewer of one that is at its end.
 
-        Negative of one that was so before; where loaders begin again at their end, there is none.
+        Negative of one that was so before; if loaders begin again at their end, there is none.
         """
         return ahead if cycles(self._trainer) else min(ahead, loader.delivered - batches)
 
@@ -319,7 +240,8 @@ class LoaderGrowth(BatchGrowth):
             limit = self._trainer.limit_train_batches
             limits_samples = self._trainer_loaders.overfits or (isinstance(limit, float) and limit < 1)
             processes = data_parallel_size(self._trainer)
-            loader = GrowingLoader(dataloader, processes, limit if limits_samples else None)
+            loader = ResizableLoader(dataloader, processes, limit if limits_samples else None)
+            loader.nominal = True  # until Lightning has checked its own settings against the length
             if self._trainer.world_size == 1:  # else the processes would have different numbers of batches
                 loader.on_split = self._give_back
             self._loaders.append(loader)
@@ -361,10 +283,10 @@ class LoaderGrowth(BatchGrowth):
             self._resumed = state
 
     def _begin(self, state: State | None) -> None:
-        """Begin the epoch of a resumed run anew, and set what Lightning derives from the lengths."""
+        """Begin the epoch of a resumed run anew, and set the numbers that Lightning derives from the lengths."""
         if state is not None and self._decided != state["decided"]:
             self._resize()
-        if state is not None and any(isinstance(loader, GrowingLoader) for loader in self._loaders):
+        if state is not None and any(isinstance(loader, ResizableLoader) for loader in self._loaders):
             self._trainer_loaders.iterate_anew()  # workers may have been asked for batches, of another epoch's order
         self._set_limits()
         if state is not None and (state["epoch_done"] or any(loader.delivered for loader in self._loaders)):
@@ -379,16 +301,14 @@ class LoaderGrowth(BatchGrowth):
             return
         if len(positions) != processes:
             raise MisconfigurationException(
-                f"The checkpoint was written in the middle of an epoch by {len(positions)} processes, but now there "
-                f"are {processes}: which samples are left cannot be told. Resume with as many processes, or from a "
-                "checkpoint at the end of an epoch"
+                f"The checkpoint was written in the middle of an epoch by {len(positions)} processes, and now there "
+                f"are {processes}: resume with as many, or from a checkpoint at the end of an epoch"
             )
         mine = positions[self._trainer.global_rank]
         if len(mine) != len(self._loaders):
             raise MisconfigurationException(
-                f"The checkpoint was written in the middle of an epoch with {len(mine)} training loaders, but now "
-                f"there are {len(self._loaders)}: resume with the same loaders, or from a checkpoint at the end of an "
-                "epoch"
+                f"The checkpoint was written in the middle of an epoch with {len(mine)} training loaders, and there "
+                f"are {len(self._loaders)}: resume with as many, or from a checkpoint at the end of an epoch"
             )
         keeps_sizes = self._decided == state["decided"]
         sizes = [loader.first_sizes(position) for loader, position in zip(self._loaders, mine, strict=True)]
@@ -397,7 +317,7 @@ class LoaderGrowth(BatchGrowth):
             if position is not None:
                 loader.resume(position, keeps_sizes and not of_loaders)
             if of_loaders and self._decided is None:
-                loader.set_size(loader.first_size)
+                loader.batch_size = loader.first_batch_size
         if of_loaders:
             before, now = (" and ".join(map(str, of_run)) for of_run in zip(*sizes, strict=True))
             rank_zero_warn(
@@ -415,7 +335,7 @@ class LoaderGrowth(BatchGrowth):
 
     def _pass_over(self, batches: int) -> None:
         """Begin after the batches of this epoch that were trained on by a run that kept no position."""
-        if not any(isinstance(loader, GrowingLoader) for loader in self._loaders):
+        if not any(isinstance(loader, ResizableLoader) for loader in self._loaders):
             return
         for loader, length in zip(self._loaders, self._nominal_limits, strict=True):
             loader.pass_over(int(batches % length if cycles(self._trainer) else min(batches, length)))
@@ -440,14 +360,14 @@ class LoaderGrowth(BatchGrowth):
         if self._asked_for == (asked_for := (len(self._loaders), self._decided, accumulated)):
             return False
         self._asked_for = asked_for
-        first = sum(loader.first_size for loader in self._loaders)
+        first = sum(loader.first_batch_size for loader in self._loaders)
         for loader in self._loaders:
-            loader.set_size(self._decided / accumulated * loader.first_size / first)
+            loader.batch_size = self._decided / accumulated * loader.first_batch_size / first
         return True
 
     def _give_back(self, samples: int, error: str) -> None:
         """Give the loaders their own sizes back for good, as a larger batch could not be put together."""
-        first = sum(loader.first_size for loader in self._loaders)
+        first = sum(loader.first_batch_size for loader in self._loaders)
         self.is_fixed = True
         self._decided = float(self._trainer.accumulate_grad_batches * first)
         self._resize()

@@ -10,14 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_struct.callbacks.growing_batch_size.estimators import (
-    GradientEstimator,
-    GradientNotFinite,
-    NoiseEstimator,
-    Unmeasurable,
-    choose_estimator,
-    samples_in,
-)
+from lightning_struct.callbacks.growing_batch_size import estimators
 from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics, NoiseScale, relative_variance
 from lightning_struct.callbacks.growing_batch_size.stationarity import LossGrowth, StationarityTest
 from lightning_struct.collective import world_size
@@ -35,7 +28,7 @@ class StepStatistics(NamedTuple):
     Attributes:
         samples: over all processes, loaders and accumulated batches together; of those that a module accumulates by
             hand, of one.
-        checked: statistics of the optimizer with the largest relative variance; None where no check is due, or
+        checked: statistics of the optimizer with the largest relative variance; None if no check is due, or
             possible.
     """
 
@@ -55,14 +48,14 @@ class Measurement:
         needed: whether the gradients decide anything. If not, nothing is measured.
         estimator: the one that was asked for.
         max_overhead: see :class:`~lightning_struct.callbacks.GrowingBatchSize`.
-        tests_stationarity: whether to test if the noise of the steps undoes what they descend.
+        tests_stationarity: whether to test if the noise of the steps undoes their descent.
         watches_loss: whether to look if the loss grows with the batch.
 
     Attributes:
         processes: number of those that read different batches.
         is_reported: whether the module reports its own statistics.
         noise: averages of the measurements, by the place of the optimizer.
-        size_before_loss_grew: the size to go back to where the last look at the loss found that it has grown with the
+        size_before_loss_grew: the size to go back to if the last look at the loss found that it has grown with the
             batch, as one that is summed over it; else None.
     """
 
@@ -72,7 +65,7 @@ class Measurement:
         module: L.LightningModule,
         *,
         needed: bool,
-        estimator: NoiseEstimator,
+        estimator: estimators.NoiseEstimator,
         max_overhead: float,
         tests_stationarity: bool,
         watches_loss: bool,
@@ -81,8 +74,7 @@ class Measurement:
         self._asked, self._max_overhead = estimator, max_overhead
         reported = getattr(module, "gradient_statistics", None)
         self._reported: Callable[[], GradientStatistics | None] | None = reported if callable(reported) else None
-        self.is_reported = self._reported is not None
-        self.processes = data_parallel_size(trainer)
+        self.is_reported, self.processes = self._reported is not None, data_parallel_size(trainer)
         self.noise: dict[int, NoiseScale] = {}
         self.size_before_loss_grew: float | None = None
         self._loss_growth = LossGrowth()
@@ -90,21 +82,21 @@ class Measurement:
         self._samples = self._batches = self._expected = 0
         self._expected_sizes: list[int] = []
         self._has_warned_of_nan = self._gave_up = self._sees_steps = False
-        self._estimator: GradientEstimator | None = None
+        self._estimator: estimators.GradientEstimator | None = None
         needed = needed and not self.is_reported
         self._tests_stationarity = needed and tests_stationarity
-        # a GradScaler changes what the loss is multiplied by, and to ask for its factor is to wait for the device
+        # a GradScaler changes the factor of the loss, and to ask for its factor is to wait for the device
         self._sees_loss = needed and watches_loss and getattr(trainer.precision_plugin, "scaler", None) is None
         self._tests: dict[Optimizer, StationarityTest] = {}
         if needed:
             try:
-                self._estimator = choose_estimator(estimator, trainer, module, max_overhead)
-            except Unmeasurable as problem:
+                self._estimator = estimators.choose_estimator(estimator, trainer, module, max_overhead)
+            except estimators.Unmeasurable as problem:
                 self._give_up(f"GrowingBatchSize {problem}")
 
     @property
     def _stationarity(self) -> list[StationarityTest]:
-        """The tests of the optimizers that there are, which a project may replace; none where that is not tested."""
+        """The tests of the optimizers that there are, which a project may replace; none if that is not tested."""
         if not self._tests_stationarity:
             return []
         optimizers = self._trainer.optimizers
@@ -114,8 +106,8 @@ class Measurement:
 
     @property
     def noise_limits(self) -> bool:
-        """Whether the noise of the steps undoes what they descend, for every optimizer, and larger batches can mend it;
-        true where that is not tested."""
+        """Whether the noise of the steps undoes their descent, for every optimizer, and larger batches can mend it;
+        true if that is not tested."""
         return not self._loss_grew_with_batch and all(test.holds for test in self._stationarity)
 
     @property
@@ -124,12 +116,12 @@ class Measurement:
         return max((noise.value for noise in self.noise.values()), default=None)
 
     def look_at_loss(self) -> None:
-        """Look whether the loss has grown with the batch: where it has, no noise limits any more."""
+        """Look whether the loss has grown with the batch: if it has, no noise limits any more."""
         self.size_before_loss_grew = self._loss_growth.size_before_loss_grew()
         self._loss_grew_with_batch = self._loss_grew_with_batch or self.size_before_loss_grew is not None
 
     def restart(self) -> None:
-        """Forget what was tested with batches of another size."""
+        """Forget the tests with batches of another size."""
         for test in self._stationarity:
             test.restart()
 
@@ -154,7 +146,7 @@ class Measurement:
         self._ask(lambda estimator: estimator.begin_batch(batch, expected_sizes, step))
 
     def begin_part(self, step: int, part: Any, sizes: list[int]) -> None:
-        """Begin with a part of a batch, of which the loaders gave so many samples each."""
+        """Begin with a part of a batch: of each loader it has so many samples."""
         self._ask(lambda estimator: estimator.begin_batch(part, sizes, step))
 
     def before_backward(self, loss: Tensor) -> None:
@@ -174,14 +166,14 @@ class Measurement:
             try:
                 self._stationarity[self._trainer.optimizers.index(optimizer)].before_step()
             except Exception as error:  # noqa: BLE001 - measuring must not end a training
-                problem = error if isinstance(error, Unmeasurable) else f"fails ({first_line(error)})"
+                problem = error if isinstance(error, estimators.Unmeasurable) else f"fails ({first_line(error)})"
                 self._give_up(f"GrowingBatchSize cannot test whether noise undoes the descent: the test {problem}")
 
     def end_batch(self, batch: Any) -> int:
         """Count the samples of a batch, over all processes; those of a module that reports them are counted by it."""
         if self._reported is not None:
             return 0
-        read = samples_in(batch, self._expected_sizes)
+        read = estimators.samples_in(batch, self._expected_sizes)
         if not self._expected_sizes:  # the batch shows it, or may: it is none larger than those before
             read = min(read, self._expected or read)
         elif len(self._expected_sizes) == 1:
@@ -199,9 +191,8 @@ class Measurement:
         if self._estimator is not None or self._gave_up:
             if not (self._sees_steps or self._gave_up):
                 self._give_up(
-                    f"GrowingBatchSize cannot measure the steps of {type(self._module).__name__}, of which callbacks "
-                    "are not told: step what self.optimizers() returns, without use_pl_optimizer=False, or in "
-                    "optimizer_step the optimizer that it gets"
+                    f"GrowingBatchSize cannot measure the steps of {type(self._module).__name__}: step what "
+                    "self.optimizers() returns (not use_pl_optimizer=False), or in optimizer_step what it gets"
                 )
             measured = self._ask(lambda estimator: estimator.statistics(samples))
             return StepStatistics(samples, self._largest(measured) if measured else None)
@@ -237,7 +228,7 @@ class Measurement:
         }
 
     def load_state_dict(self, state: dict[str, Any], averages_alone: bool = False) -> None:
-        """Continue where the state was saved, or, in another fit, with its averages and what it knows of the loss."""
+        """Continue where the state was saved, or, in another fit, with its averages and its knowledge of the loss."""
         self._loss_grew_with_batch = state["loss_grew_with_batch"]
         self.noise = {number: NoiseScale(**of_optimizer) for number, of_optimizer in state["noise"].items()}
         if averages_alone:
@@ -254,19 +245,19 @@ class Measurement:
         elif self._estimator.name == state["estimator"]:
             self._estimator.load_state_dict(state["state"])
 
-    def _ask(self, ask: Callable[[GradientEstimator], _T]) -> _T | None:
+    def _ask(self, ask: Callable[[estimators.GradientEstimator], _T]) -> _T | None:
         """Call the estimator, if there is one. If it cannot measure, nothing is measured from then on."""
         estimator = self._estimator
         if estimator is None:
             return None
         try:
             return ask(estimator)
-        except GradientNotFinite:
+        except estimators.GradientNotFinite:
             if loss_scale(self._trainer) is None:  # a GradScaler skips such steps
                 self._warn_of_nan()
         except Exception as error:  # noqa: BLE001 - measuring must not end a training
-            if isinstance(error, Unmeasurable) or world_size() == 1:
-                problem = error if isinstance(error, Unmeasurable) else f"fails ({first_line(error)})"
+            if isinstance(error, estimators.Unmeasurable) or world_size() == 1:
+                problem = error if isinstance(error, estimators.Unmeasurable) else f"fails ({first_line(error)})"
                 self._give_up(f"GrowingBatchSize(estimator={estimator.name!r}) {problem}")
             else:  # the other processes learn of it when they measure together
                 estimator.faults.defer(error)
@@ -277,17 +268,15 @@ class Measurement:
             self._has_warned_of_nan = True
             rank_zero_warn(
                 f"The gradient of batch {self._trainer.fit_loop.batch_idx} in epoch {self._trainer.current_epoch} is "
-                "NaN or infinite. GrowingBatchSize does not measure it, nor others like it, and the training goes on. "
-                "Trainer(detect_anomaly=True) shows where it comes from"
+                "NaN or infinite, and is not measured. Trainer(detect_anomaly=True) shows where it comes from"
             )
 
     def _give_up(self, problem: str) -> None:
         """Measure nothing any more, and warn: the problem is a sentence without its full stop."""
         rank_zero_warn(
             f"{problem}. Nothing is measured any more. Declare layers by register_layer, let several backward passes "
-            "make a step (Trainer(accumulate_grad_batches=2)) so that they can be compared, give "
-            f"{type(self._module).__name__} a method gradient_statistics() that returns GradientStatistics, or set the "
-            "sizes by schedule=..."
+            f"make a step (Trainer(accumulate_grad_batches=2)), give {type(self._module).__name__} a method "
+            "gradient_statistics(), or set the sizes by schedule=..."
         )
         self.pause()
         self._estimator, self._gave_up, self._tests = None, True, {}

@@ -24,7 +24,7 @@ class MemoryLimit:
     The bound is given, or found: whenever a forward pass, or its backward pass, runs out of memory, it is halved, and
     the batch under way is trained on once more. The loss of a part counts by its samples, so that the gradient of an
     averaged loss is that of the whole batch, and a step has as many samples as without the bound. ``training_step`` is
-    called for each part; what it logged before a backward pass failed counts twice in the means of an epoch.
+    called for each part; values logged before a backward pass failed count twice in the means of an epoch.
 
     Args:
         trainer: in ``Callback.setup``.

@@ -16,7 +16,7 @@ class GradientStatistics:
 
     Attributes:
         batch_size: samples in the batch.
-        variance: ‖Var‖₁, the sample variance of the per-sample gradients summed over the weights; None where it is not
+        variance: ‖Var‖₁, the sample variance of the per-sample gradients summed over the weights; None if it is not
             defined (samples coupled by batch normalisation, or a batch of one).
         gradient_squared_norm: ‖ḡ‖² of the mean gradient.
         validation_value: validation loss at the new weights; None without validation data.
@@ -40,7 +40,7 @@ class GradientStatistics:
 
 
 def relative_variance(statistics: GradientStatistics) -> float:
-    """‖Var‖₁/‖ḡ‖²; infinite where the gradient is zero and its variance is not."""
+    """‖Var‖₁/‖ḡ‖²; infinite if the gradient is zero and its variance is not."""
     variance, squared_norm = statistics.variance or 0.0, statistics.gradient_squared_norm
     return variance / squared_norm if squared_norm > 0 else math.inf * variance if variance else 0.0
 
@@ -98,12 +98,12 @@ class NoiseScale:
 
     @property
     def gradient_squared_norm(self) -> float:
-        """‖G‖² of the loss; 0 where noise makes it negative."""
+        """‖G‖² of the loss; 0 if noise makes it negative."""
         return max(self.squared_norm_sum / self.weight, 0.0) if self.weight else math.nan
 
     @property
     def value(self) -> float:
-        """tr Σ/‖G‖², in samples; infinite where nothing but noise was measured."""
+        """tr Σ/‖G‖², in samples; infinite if nothing but noise was measured."""
         return math.inf if self.gradient_squared_norm == 0 else self.variance / self.gradient_squared_norm
 
     def statistics(self, batch_size: int) -> GradientStatistics:

@@ -121,7 +121,7 @@ def predicted_batch_size(
         statistics: of a step.
         dataset_size: N; None for a stream.
         theta: θ of the norm test.
-        max_batch_size: the prediction where the gradient of a stream is zero, for which no batch is large enough; the
+        max_batch_size: the prediction if the gradient of a stream is zero, for which no batch is large enough; the
             batch size of the step if None.
     """
     if statistics.variance is None:
@@ -171,8 +171,7 @@ class SampleSchedule:
                 raise MisconfigurationException(f"{place} has a batch size below 1")
             if max_batch_size is not None and size > max_batch_size:
                 raise MisconfigurationException(
-                    f"{place} has a batch size above max_batch_size={max_batch_size}: lower the size, or raise the "
-                    "limit"
+                    f"{place} has a batch size above max_batch_size={max_batch_size}: lower it, or raise the limit"
                 )
             entries.append((samples, size))
             if any(later[0] <= before[0] for before, later in pairwise(entries)):

@@ -30,7 +30,7 @@ STEPS_PER_GRADIENT = 16
 # Losses that an average goes over.
 AVERAGED = 100
 
-# Smaller factors of the size are lost in what the loss does anyway.
+# Smaller factors of the size are lost in the usual changes of the loss.
 SMALLEST_FACTOR = 1.5
 
 # Losses rise if the average of their second half is more than so many times that of the first, or so many standard
@@ -44,22 +44,22 @@ def window_length(steps: int) -> int:
 
 
 class StationarityTest:
-    """Tests, window after window of steps, whether the loss still falls along what the window has moved.
+    """Tests, window after window of steps, whether the loss still falls along the displacement of the window.
 
     With the displacement Δ = w_start - w_end of a window of steps, and gradients g of batches that come after it,
 
         q = mean g·Δ, where E q = ∇L(w_end)·Δ.
 
-    In a quadratic model of the loss, q = D - 2F: D is what the mean of the steps has descended, F what the noise of the
-    steps has added to the loss (E ξᵀHξ = 2F for the displacement ξ by noise). A batch that is larger by a small factor
-    1 + ε makes fewer steps of the same samples, which costs εD, and less noise, twice: in each step, and by fewer
-    steps, which saves 2εF. So **a larger batch is worth its samples where q < 0**, and a smaller one where q > 0. For a
-    window of one step of SGD, q is the product of successive gradients of Pflug (1983) and of Chee & Toulis (2018,
-    arXiv 1710.06382). Those are dominated by momentum and by oscillations, which a long window averages out. The rate,
-    the optimizer, momentum and preconditioning are all in Δ.
+    In a quadratic model of the loss, q = D - 2F: D is the descent by the mean of the steps, F the loss that the noise
+    of the steps has added to the loss (E ξᵀHξ = 2F for the displacement ξ by noise). A batch that is larger by a small
+    factor 1 + ε makes fewer steps of the same samples, which costs εD, and less noise, twice: in each step, and by
+    fewer steps, which saves 2εF. So **a larger batch is worth its samples where q < 0**, and a smaller one where q > 0.
+    For a window of one step of SGD, q is the product of successive gradients of Pflug (1983) and of Chee & Toulis
+    (2018, arXiv 1710.06382). Those are dominated by momentum and by oscillations, which a long window averages out. The
+    rate, the optimizer, momentum and preconditioning are all in Δ.
 
-    A window is as long as half of the steps before it, so that its D is what a user would wait for. The test holds
-    where q is negative by more than its standard error.
+    A window is as long as half of the steps before it, so that its D is the descent that a user would wait for. The
+    test holds if q is negative by more than its standard error.
 
     It costs a copy of the weights in memory and in checkpoints, and a product with the gradient in one of sixteen
     steps.
@@ -74,11 +74,10 @@ class StationarityTest:
 
     def __init__(self, trainer: L.Trainer, optimizer: Optimizer) -> None:
         self._trainer, self._optimizer = trainer, optimizer
-        self._sharded = shards_weights(trainer)
-        self.faults = LocalFaults()
-        self._steps = 0
-        self.holds = False
-        self._length = self._end = 0  # of the window, in steps; no window is open before the next step
+        self._sharded, self.faults, self.holds = shards_weights(trainer), LocalFaults(), False
+        self._steps = self._length = self._end = (
+            0  # the last two of the window, in steps; no window is open before the next step
+        )
         self._weights: dict[int, Tensor] = {}  # at the start of the window; after its end, less those at the end
         self._products: list[float] = []
 
@@ -117,15 +116,11 @@ class StationarityTest:
 
     def state_dict(self) -> dict[str, Any]:
         """With sharded weights without the window under way, as a checkpoint has the first process's parts only."""
-        whole = not self._sharded
-        return {
-            "steps": self._steps,
-            "passed": self.holds,
-            "length": self._length if whole else 0,
-            "end": self._end if whole else 0,
-            "weights": {i: tensor.clone() for i, tensor in self._weights.items()} if whole else {},
-            "products": list(self._products) if whole else [],
-        }
+        window: tuple[Any, ...] = self._length, self._end, self._weights, self._products
+        length, end, weights, products = (0, 0, {}, []) if self._sharded else window
+        weights = {i: tensor.clone() for i, tensor in weights.items()}
+        state = {"steps": self._steps, "passed": self.holds, "length": length, "end": end}
+        return state | {"weights": weights, "products": list(products)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         parameters = self._parameters()
@@ -174,8 +169,8 @@ class LossGrowth:
     """Compares the losses before and after the batch has become k times as large, by two measures.
 
     - **Their average.** If the loss is averaged over the samples, it stays as it is; if it is summed, it becomes k
-      times as large; either is less by what training has lowered it meanwhile. The limit is between the two, the cube
-      root of k. Where the losses were rising already, as those of a training that diverges, they would have gone on
+      times as large; training has lowered either meanwhile. The limit is between the two, the cube
+      root of k. If the losses were rising already, as those of a training that diverges, they would have gone on
       rising: from the first to the second half of those before by a factor q, so in as many more by q². By that the
       limit is multiplied, if q is more than noise.
     - **Their spread**, the average change from one loss to the next. If the loss is averaged, it becomes smaller by √k,
@@ -215,7 +210,7 @@ class LossGrowth:
         self._losses.clear()
 
     def size_before_loss_grew(self) -> float | None:
-        """The size before the last growth, if the loss has grown with it; None else, or where that is not known yet."""
+        """The size before the last growth, if the loss has grown with it; None else, or if that is not known yet."""
         if self._before is None or len(self._losses) < AVERAGED:
             return None
         (size, limit, limit_of_spread), self._before = self._before, None
@@ -230,7 +225,7 @@ class LossGrowth:
         self._before = state["before"]
 
     def _rise(self) -> float:
-        """By what the average rises from the first half to the second; 1 where that is no more than noise."""
+        """Factor by which the average rises from the first half to the second; 1 if that is no more than noise."""
         values, half = self._values(), AVERAGED // 2
         first, second = fmean(values[:half]), fmean(values[half:])
         if first == 0 or second / first <= 1:

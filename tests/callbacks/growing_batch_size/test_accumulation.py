@@ -72,7 +72,7 @@ def test_a_schedule_begins_with_its_first_size(tmp_path):
 
 def test_steps_of_less_than_a_batch_are_said_to_be_impossible(tmp_path):
     growing = GrowingBatchSize(mode="accumulate", schedule="0:2")
-    with pytest.warns(UserWarning, match="steps of 2 samples.* of which each has 4: the steps are on one batch"):
+    with pytest.warns(UserWarning, match="whole batches of 4, but is to make steps of 2 samples"):
         fit(tmp_path, loader(40), module=Plain(), growing=growing)
 
 

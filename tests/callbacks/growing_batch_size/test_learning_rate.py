@@ -304,7 +304,7 @@ def test_after_a_step_that_failed_the_rate_is_put_back(put_back):
 
 def test_an_optimizer_without_a_rate_is_refused(tmp_path):
     trainer = make_trainer(tmp_path, callbacks=[GrowingBatchSize(scale_lr="sqrt")])
-    with pytest.raises(MisconfigurationException, match="'sqrt'.* no rate to scale: SHF has none"):
+    with pytest.raises(MisconfigurationException, match="'sqrt'.* no rate to scale, as no group of SHF has an lr"):
         trainer.fit(SHFNetwork(), draw_loader())
 
 
@@ -368,7 +368,7 @@ def test_when_its_schedule_has_halved_the_rate_the_batch_doubles_and_the_rate_ha
 
 
 def test_a_schedule_that_is_not_there_cannot_be_followed(tmp_path):
-    with pytest.warns(UserWarning, match="returns no lr_scheduler: the batch stays as it is"):
+    with pytest.warns(UserWarning, match="returns no lr_scheduler: the batch grows only if"):
         module = fit(tmp_path, None, callbacks=[GrowingBatchSize(schedule="auto")])
     assert module.sizes == [4] * 10
 

@@ -41,7 +41,7 @@ def test_before_the_first_entry_there_is_no_size():
         ("0:0", "entry 1, '0:0' .* a batch size below 1"),
         ("0:32 100:64 99:128", "entry 3, '99:128' .* does not come after the 100 samples before it"),
         ("0:32 100:64 100:128", "entry 3, '100:128' .* does not come after the 100 samples before it"),
-        ("0:32 100:129", "entry 2, '100:129' .* above max_batch_size=128: lower the size"),
+        ("0:32 100:129", "entry 2, '100:129' .* above max_batch_size=128: lower it"),
         (" ", "schedule=' ' is empty"),
         (3000032, "must be a string of .*, but is 3000032"),
     ],

@@ -1,7 +1,7 @@
 """Estimators of the gradient's noise in the optimizer steps of any LightningModule.
 
 ``layers`` measures by hooks on the layers, ``parts`` by the gradients of the backward passes of a step; ``common`` has
-what they share. One of them is chosen by the project, never by a clock, so that two runs with one seed are equal.
+their common parts. One of them is chosen by the project, never by a clock, so that two runs with one seed are equal.
 """
 
 from __future__ import annotations

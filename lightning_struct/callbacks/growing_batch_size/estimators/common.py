@@ -60,7 +60,7 @@ class GradientNotFinite(Exception):
 
 
 class LocalFaults:
-    """Errors of one process, which goes on to take part in what all do together, until all know of them.
+    """Errors of one process, which takes part in the collectives of all until all know of them.
 
     Example:
         >>> faults, norm = LocalFaults(), torch.zeros(1)
@@ -128,11 +128,10 @@ class GradientEstimator:
         """Prepare for the batch that is about to be trained on.
 
         Args:
-            batch: what ``training_step`` gets.
+            batch: argument of ``training_step``.
             expected_sizes: samples that were to be read of each loader.
             step: number of the optimizer step to be, the first one is 1.
         """
-        raise NotImplementedError
 
     def before_backward(self, loss: Tensor) -> None:
         """Take note of a loss whose backward pass begins."""
@@ -141,13 +140,12 @@ class GradientEstimator:
         """Take note of the end of a backward pass."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Take what is needed of the gradients by which ``optimizer`` is about to step, before they are clipped.
+        """Take the needed numbers of the gradients by which ``optimizer`` is about to step, before they are clipped.
 
         Raises:
             GradientNotFinite: a gradient is NaN or infinite; the next step that is checked may be measured again.
             Unmeasurable: neither these gradients nor those of any other optimizer can be measured.
         """
-        raise NotImplementedError
 
     def statistics(self, samples: int) -> dict[int, GradientStatistics]:
         """Statistics of the steps in the batch that ends, by the place of their optimizers in ``Trainer.optimizers``.
@@ -158,8 +156,7 @@ class GradientEstimator:
         raise NotImplementedError
 
     def pause(self) -> None:
-        """Remove all hooks, and forget what is not saved, until the next :meth:`begin_batch`."""
-        raise NotImplementedError
+        """Remove all hooks, and forget all that is not saved, until the next :meth:`begin_batch`."""
 
     def state_dict(self) -> dict[str, Any]:
         """State that a resumed run needs."""
@@ -167,7 +164,6 @@ class GradientEstimator:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the state was saved."""
-        raise NotImplementedError
 
 
 def samples_in(batch: Any, expected_sizes: list[int]) -> int:
@@ -206,7 +202,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def share(parameter: nn.Parameter) -> float:
-    """Weight of the part that a process holds, in a sum over all processes: 1/P where each of P holds the whole."""
+    """Weight of the part that a process holds, in a sum over all processes: 1/P if each of P holds the whole."""
     gradient: Any = parameter.grad
     placements = getattr(gradient, "placements", ())
     shards = math.prod(gradient.device_mesh.size(i) for i, place in enumerate(placements) if place.is_shard())

@@ -13,20 +13,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
-from lightning_struct.callbacks.growing_batch_size.estimators.common import (
-    GradientEstimator,
-    GradientNotFinite,
-    NoiseEstimator,
-    Unmeasurable,
-    leading_sizes,
-)
+from lightning_struct.callbacks.growing_batch_size.estimators import common
 from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics, relative_variance
 from lightning_struct.collective import all_reduce, world_size
 from lightning_struct.functional.layers.calls import rows_of_graphs, tensors_in
 from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
-from lightning_struct.functional.layers.per_sample.layer_contributions import runs_again
-from lightning_struct.functional.layers.per_sample.pass_records import Checksums
-from lightning_struct.functional.layers.per_sample.recorder import GradientNormRecorder, ParameterNorms
+from lightning_struct.functional.layers.per_sample.layer_contributions import reader_of
+from lightning_struct.functional.layers.per_sample.recorder import Checksums, GradientNormRecorder, ParameterNorms
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.distributed import refuse_sharded_weights
 from lightning_struct.utilities.lightning_internals import accumulates, loss_scale
@@ -56,7 +49,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NEGLIGIBLE = 0.01
 
 
-class SampleGradients(GradientEstimator):
+class SampleGradients(common.GradientEstimator):
     """Measures the gradients of single samples in the batches of a step, by hooks on the layers.
 
     The shares cᵢ that the samples have in the gradient G are measured in the units of G, whatever the loss averages
@@ -82,13 +75,13 @@ class SampleGradients(GradientEstimator):
     name = "layers"
 
     def __init__(
-        self, trainer: L.Trainer, module: L.LightningModule, asked: NoiseEstimator, max_overhead: float
+        self, trainer: L.Trainer, module: L.LightningModule, asked: common.NoiseEstimator, max_overhead: float
     ) -> None:
         refuse_sharded_weights(trainer, "GrowingBatchSize(estimator='layers')")
         super().__init__(trainer, module)
         layers = [layer for layer in module.modules() if any(True for _ in layer.parameters(recurse=False))]
         steps = CONVOLVED if any(isinstance(layer, CONVOLUTIONS) for layer in layers) else BY_RULES
-        steps = RUN_AGAIN if any(runs_again(layer) for layer in layers) else steps
+        steps = RUN_AGAIN if any(reader_of(layer).runs_again for layer in layers) else steps
         self.every_n_steps = asked.every_n_steps or math.ceil(steps / max_overhead)
         part = trainer.global_rank, trainer.world_size
         self._recorder = GradientNormRecorder(module, probes=asked.probes, uncovered="skip", part=part)
@@ -101,8 +94,7 @@ class SampleGradients(GradientEstimator):
         self._names: dict[nn.Parameter, str] = {}
         self._left_out: dict[str, str] = {}
         self._warned: set[str] = set()
-        self._checked = 0
-        self._measuring = False
+        self._checked, self._measuring = 0, False
 
     def begin_batch(self, batch: Any, expected_sizes: list[int], step: int) -> None:
         self._of_batch = {}
@@ -115,7 +107,7 @@ class SampleGradients(GradientEstimator):
             self._measuring = True
             self._recorder.attach()
             self._names = {parameter: name for name, parameter in self._module.named_parameters()}
-        first, second = leading_sizes(batch)
+        first, second = common.leading_sizes(batch)
         expected = set(expected_sizes)
         self._recorder.samples = expected & first or expected & second or expected | first or None
         self._recorder.rows = rows_of_graphs(batch)
@@ -166,21 +158,18 @@ class SampleGradients(GradientEstimator):
         if n == 0:
             self._unmeasured.add(optimizer)
             if self._unmeasured.issuperset(self._trainer.optimizers):
-                raise Unmeasurable(
+                raise common.Unmeasurable(
                     f"can measure none, or a small part, of the gradient of {type(optimizer).__name__}"
                     + "".join(f"; {names}: {reason}" for names, reason in _by_reason(self._left_out))
                 )
         new = {name: reason for name, reason in self._left_out.items() if name not in self._warned}
         self._warned.update(new)
         for names, reason in _by_reason(new):
-            rank_zero_warn(
-                f"GrowingBatchSize leaves {names} out of the variance of the gradients, and goes by the others: "
-                f"{reason}"
-            )
+            rank_zero_warn(f"GrowingBatchSize leaves {names} out of the variance of the gradients: {reason}")
         if n == 0:
             return
         if not math.isfinite(variance + gradient):
-            raise GradientNotFinite
+            raise common.GradientNotFinite
         unscaled = (loss_scale(self._trainer) or 1.0) ** 2
         measured = GradientStatistics(n, variance / unscaled if n > 1 else None, gradient / unscaled, None)
         number = self._trainer.optimizers.index(optimizer)
@@ -236,7 +225,7 @@ class SampleGradients(GradientEstimator):
         hidden = [name for name, somewhere in zip(names, not_covered, strict=True) if somewhere]
         self._left_out = {name: uncovered.get(name, elsewhere) for name in hidden} | self._left_out
         count[[i for i, name in enumerate(names) if name in self._left_out]] = 0
-        # the gradients may have been clipped since they were measured: hence both sums of what they are now
+        # the gradients may have been clipped since they were measured: hence both sums of their present values
         counts_alone = torch.tensor([p.numel() > 1 for p in parameters], device=count.device)
         if present[count > 0].sum() < MEASURED_PART * present[(count > 0) | counts_alone].sum():
             return 0, 0.0, 0.0

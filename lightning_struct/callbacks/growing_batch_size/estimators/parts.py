@@ -25,13 +25,8 @@ from lightning_struct.callbacks.growing_batch_size.noise import GradientStatisti
 from lightning_struct.collective import world_size
 from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
 from lightning_struct.functional.torch_tools import norms_of_each
+from lightning_struct.utilities import distributed
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.distributed import (
-    data_parallel_size,
-    gathering_modules,
-    gathers_parameters,
-    shards_weights,
-)
 from lightning_struct.utilities.lightning_internals import gradient_scale, loss_scale
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
@@ -69,8 +64,7 @@ class BackwardPasses(GradientEstimator):
     ) -> None:
         if (problem := why_not(trainer)) is not None:
             raise MisconfigurationException(
-                f"GrowingBatchSize(estimator='parts') compares the gradients of several backward passes of a step, but "
-                f"{problem}"
+                f"GrowingBatchSize(estimator='parts') compares several backward passes of a step, but {problem}"
             )
         super().__init__(trainer, module)
         self._asked, self._max_overhead = asked.every_n_steps, max_overhead
@@ -80,8 +74,7 @@ class BackwardPasses(GradientEstimator):
         self._handles: list[RemovableHandle] = []
         self._norms: list[Tensor] = []
         self._hooked: set[str] = set()
-        self._has_missed = False
-        self._passes = 0
+        self._has_missed, self._passes = False, 0
         self._measured: tuple[float, float, int] | None = None
 
     def begin_batch(self, batch: Any, expected_sizes: list[int], step: int) -> None:
@@ -166,7 +159,7 @@ class BackwardPasses(GradientEstimator):
 
     def _attach(self) -> None:
         """Hook the parameters; those that are gathered for each forward pass, when they are there."""
-        # What is hooked may be copied, and must not copy the Trainer.
+        # Hooked modules may be copied, and must not copy the Trainer.
         norms, hooked, handles, faults = self._norms, self._hooked, self._handles, self.faults
         hooked.clear()
 
@@ -186,7 +179,7 @@ class BackwardPasses(GradientEstimator):
                 hook(prefix, module)
 
         hook("", self._module)
-        for prefix, module in gathering_modules(self._module):
+        for prefix, module in distributed.gathering_modules(self._module):
             handles.append(module.register_forward_pre_hook(partial(hook_gathered, prefix)))
 
 
@@ -197,11 +190,11 @@ def why_not(trainer: L.Trainer) -> str | None:
         return (
             f"under manual optimization it is not known which of them make a step: use estimator='layers', or {by_hand}"
         )
-    if shards_weights(trainer) and not gathers_parameters(trainer):
+    if distributed.shards_weights(trainer) and not distributed.gathers_parameters(trainer):
         return f"{type(trainer.strategy).__name__} shards the weights: {by_hand}"
-    if data_parallel_size(trainer) != trainer.world_size:
+    if distributed.data_parallel_size(trainer) != trainer.world_size:
         return f"some processes share their batches (tensor parallelism): {by_hand}"
-    if shards_weights(trainer) and any(is_compiled(layer) for layer in trainer.lightning_module.modules()):
+    if distributed.shards_weights(trainer) and any(is_compiled(layer) for layer in trainer.lightning_module.modules()):
         return f"the layers that gather sharded weights are compiled: {by_hand}"
     if trainer.world_size * trainer.accumulate_grad_batches < 2:
         return "each step has one: use several devices or Trainer(accumulate_grad_batches=2), or estimator='layers'"
@@ -209,7 +202,7 @@ def why_not(trainer: L.Trainer) -> str | None:
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """A scalar on ``device``, in float64 where that has it."""
+    """A scalar on ``device``, in float64 if the device has it."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if not tensors:
         return torch.zeros((), dtype=dtype, device=device)

@@ -44,12 +44,8 @@ def main(args: Sequence[str] | None = None) -> None:
     if name is None:
         print(recipe_list())
     elif name not in RECIPES:
-        sentences = [
-            f"There is no recipe {name}.",
-            did_you_mean(name, RECIPES),
-            f"The recipes are {', '.join(RECIPES)}.",
-        ]
-        parser.error(" ".join(filter(None, sentences)))
+        there = f"The recipes are {', '.join(RECIPES)}."
+        parser.error(did_you_mean(name, RECIPES, f"There is no recipe {name}.", there))
     elif len(given) == 1:
         print(config_list(name))
     else:

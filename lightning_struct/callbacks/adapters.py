@@ -68,15 +68,14 @@ class AdapterCheckpoint(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not has_adapters(pl_module):
             raise MisconfigurationException(
-                f"AdapterCheckpoint: {type(pl_module).__name__} has no adapters. Call add_adapters in __init__ or "
-                "configure_model, or take the callback out"
+                f"AdapterCheckpoint: {type(pl_module).__name__} has no adapters: call add_adapters, or leave it out"
             )
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         leave_out = partial(_leave_out_base, is_compressed=_compresses(trainer))  # also after the end of a run
         leave_out(pl_module, checkpoint)
         if not self._runs:
-            _call_once_after(pl_module, leave_out)  # what is after this callback may put an average of the weights in
+            _call_once_after(pl_module, leave_out)  # a callback after this one may put an average of the weights in
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._runs = False

@@ -91,8 +91,7 @@ class Compression(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if trainer.world_size > 1:
             raise MisconfigurationException(
-                f"Compression works in one process, but there are {trainer.world_size}: with devices=1, or call "
-                "lightning_struct.nn.compress before the fit"
+                f"Compression needs one process, not {trainer.world_size}: use devices=1, or compress before the fit"
             )
         if stage == "fit":
             _refuse_averages(trainer)
@@ -170,9 +169,9 @@ class Compression(Callback):
 
 @contextmanager
 def _left_where_it_was(loader: Any) -> Iterator[None]:
-    """A loader that can go on in the middle of an epoch begins after this where it would have begun without.
+    """A loader that can go on in the middle of an epoch begins after this as if nobody had read it.
 
-    So does one of torch's with persistent workers, of which every iteration is one and the same.
+    So does a loader of torch with persistent workers, whose iterations are all the same object.
     """
     resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     state = loader.state_dict() if resumable else None
@@ -206,8 +205,7 @@ def _refuse_averages(trainer: Any) -> None:
         for of in type(callback).__mro__:
             if of.__name__ in ("WeightAveraging", "StochasticWeightAveraging"):
                 raise MisconfigurationException(
-                    f"Compression takes away weights that {type(callback).__name__} has averages of: leave out one of "
-                    "them, or call lightning_struct.nn.compress before the fit"
+                    f"{type(callback).__name__} averages weights that Compression takes away: leave out one of them"
                 )
 
 

@@ -14,7 +14,7 @@ from lightning_struct.utilities.checks import check, is_number
 from lightning_struct.utilities.lightning_internals import names_of_optimizers
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
-# Under what name optimizers keep the one that they wrap: Lookahead, SAM, ZeroRedundancyOptimizer and others.
+# Names under which optimizers keep the one that they wrap: Lookahead, SAM, ZeroRedundancyOptimizer and others.
 _WRAPPED = ("optimizer", "base_optimizer", "optim", "_optimizer")
 
 
@@ -78,15 +78,14 @@ class LevenbergMarquardtDamping(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not _damped(trainer):
             raise MisconfigurationException(
-                "LevenbergMarquardtDamping needs an optimizer with `damping` and `reduction_ratio` or "
-                f"`report.reduction_ratio`, as SHF has them, but got {names_of_optimizers(trainer)}: return SHF "
-                "from configure_optimizers, or leave the callback out"
+                "LevenbergMarquardtDamping needs an optimizer with `damping` and a reduction ratio, as SHF, but got "
+                f"{names_of_optimizers(trainer)}: return SHF from configure_optimizers, or leave the callback out"
             )
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         for steps in self._steps:
             steps.clear()  # after a step that failed and was passed over
-        for optimizer in _damped(trainer):  # others than before, where a callback has had them made anew
+        for optimizer in _damped(trainer):  # others than before, if a callback has had them made anew
             if optimizer not in self._followed:
                 self._follow(optimizer, trainer)
 

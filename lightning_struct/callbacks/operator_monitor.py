@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_struct.callbacks import pictures
 from lightning_struct.callbacks.compression import Compression
-from lightning_struct.callbacks.pictures import (
-    check_image_size,
-    directory_to_write,
-    height_and_width,
-    is_interruption,
-    new_figure,
-    write_picture,
-)
 from lightning_struct.functional.structured.subdiagonal import SUBDIAGONAL_METHODS
 from lightning_struct.nn import LDRSubdiagonal, StructuredLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
@@ -26,10 +19,6 @@ from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check_counts, require
 from lightning_struct.utilities.distributed import refuse_sharded_weights
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # A picture of more entries than this shows no more, and takes the memory of the dense layer.
 _LARGEST_PICTURE = 4096 * 4096
@@ -85,15 +74,14 @@ class OperatorMonitor(Callback):
 
     def __init__(self, every_n_steps: int = 50, image_size: tuple[int, int] | None = None) -> None:
         check_counts(every_n_steps=every_n_steps)
-        check_image_size(image_size)
-        self.every_n_steps = every_n_steps
-        self.image_size = image_size
+        pictures.check_image_size(image_size)
+        self.every_n_steps, self.image_size = every_n_steps, image_size
         self.layers: dict[str, StructuredLinear] = {}
         self.paths: list[Path] = []
         self._last_step = -1
         self._directory: Path | None = None
 
-    def plot(self, layer: str | StructuredLinear) -> tuple[Figure, list[Axes]]:
+    def plot(self, layer: str | StructuredLinear) -> tuple[pictures.Figure, list[pictures.Axes]]:
         """Draw the matrix of a layer as a heat map and, if it learns operators, the subdiagonal of B (figure 4).
 
         Args:
@@ -108,7 +96,7 @@ class OperatorMonitor(Callback):
         """
         return plot_layer(self._layer(layer), self.image_size)
 
-    def plot_dense(self, layer: str | StructuredLinear) -> tuple[Figure, list[Axes]]:
+    def plot_dense(self, layer: str | StructuredLinear) -> tuple[pictures.Figure, list[pictures.Axes]]:
         """Draw the matrix of a layer alone.
 
         Args:
@@ -140,7 +128,7 @@ class OperatorMonitor(Callback):
             )
         if self.image_size is not None and not compressed:
             self._check_image_size()
-        self._directory = directory_to_write(trainer)
+        self._directory = pictures.directory_to_write(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._last_step = trainer.global_step
@@ -158,7 +146,7 @@ class OperatorMonitor(Callback):
         self._write(pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if is_interruption(exception):
+        if pictures.is_interruption(exception):
             self._write(pl_module)
 
     def _find_layers(self, pl_module: L.LightningModule) -> None:
@@ -196,7 +184,9 @@ class OperatorMonitor(Callback):
         for name, layer in self.layers.items():
             if layer.in_features * layer.out_features <= _LARGEST_PICTURE:
                 path = self._directory / f"operators_{name}.png"
-                write_picture(plot_layer(layer, self.image_size if self._reads_images(layer) else None)[0], path)
+                pictures.write_picture(
+                    plot_layer(layer, self.image_size if self._reads_images(layer) else None)[0], path
+                )
                 self.paths.append(path)
 
 
@@ -217,7 +207,9 @@ def operator_records(layer: nn.Module) -> dict[str, Tensor]:
     return {name: record.detach() for name, record in records.items()}
 
 
-def plot_layer(layer: StructuredLinear, image_size: tuple[int, int] | None = None) -> tuple[Figure, list[Axes]]:
+def plot_layer(
+    layer: StructuredLinear, image_size: tuple[int, int] | None = None
+) -> tuple[pictures.Figure, list[pictures.Axes]]:
     """Draw the matrix of a layer as a heat map and, if it learns operators, the subdiagonal of B beside it.
 
     B[j + 1, j] is drawn at pixel j + 1 of the image that the layer reads: the first pixel stays blank.
@@ -245,18 +237,18 @@ def plot_layer(layer: StructuredLinear, image_size: tuple[int, int] | None = Non
     return figure, axes
 
 
-def _new_figure(panels: int) -> tuple[Figure, list[Axes]]:
-    return new_figure(panels, 5.5, 4.5, "A plot of structured layers")
+def _new_figure(panels: int) -> tuple[pictures.Figure, list[pictures.Axes]]:
+    return pictures.new_figure(panels, 5.5, 4.5, "A plot of structured layers")
 
 
-def _draw_matrix(axes: Axes, layer: StructuredLinear) -> None:
+def _draw_matrix(axes: pictures.Axes, layer: StructuredLinear) -> None:
     with torch.no_grad():
         matrix = layer.to_dense().float().cpu().numpy()
     _draw_heat_map(axes, matrix)
     axes.set(title=f"matrix of {type(layer).__name__}", xlabel="input", ylabel="output")
 
 
-def _draw_subdiagonal(axes: Axes, subdiagonal: np.ndarray, image_size: tuple[int, int] | None) -> None:
+def _draw_subdiagonal(axes: pictures.Axes, subdiagonal: np.ndarray, image_size: tuple[int, int] | None) -> None:
     pixels = np.concatenate([[np.nan], subdiagonal])
     axes.set_title("subdiagonal of B")
     if image_size is None and math.isqrt(pixels.size) ** 2 != pixels.size:
@@ -264,11 +256,11 @@ def _draw_subdiagonal(axes: Axes, subdiagonal: np.ndarray, image_size: tuple[int
         axes.set(xlabel="input", ylabel="entry")
         axes.grid(alpha=0.25)
         return
-    _draw_heat_map(axes, pixels.reshape(height_and_width(pixels.size, image_size, "inputs")))
+    _draw_heat_map(axes, pixels.reshape(pictures.height_and_width(pixels.size, image_size, "inputs")))
     axes.set(xlabel="column of the input image", ylabel="row of the input image")
 
 
-def _draw_heat_map(axes: Axes, values: np.ndarray) -> None:
+def _draw_heat_map(axes: pictures.Axes, values: np.ndarray) -> None:
     """Draw values with zero in white, red above and blue below, or from dark to light if all have one sign.
 
     The most extreme thousandth of values of both signs shares the last colour, so that a few entries do not pale the

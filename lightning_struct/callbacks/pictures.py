@@ -1,4 +1,4 @@
-"""Figures of the callbacks that draw: panels and curves, the size of an image, and when and where files are written."""
+"""Figures of the callbacks that draw: panels and curves, the size of an image, and the files that are written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check, is_count, require
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # also for the callbacks that draw
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -80,8 +80,7 @@ def directory_to_write(trainer: L.Trainer) -> Path | None:
     if not present.is_dir() or not os.access(present, os.W_OK):
         problem = "may not be written to" if present.is_dir() else "is no folder"
         raise MisconfigurationException(
-            f"The pictures and tables of callbacks go to {directory}, but {present} {problem}: choose another folder, "
-            "in the logger or by Trainer(default_root_dir=...)"
+            f"Callbacks write to {directory}, but {present} {problem}: set Trainer(default_root_dir=...), or the logger"
         )
     return directory
 

@@ -21,8 +21,8 @@ class PredictionWriter(BasePredictionWriter):
     """Writes the tensors that ``predict`` returns to ``NAME.pt`` in the log directory.
 
     The file has a dict: ``NAME`` (n, ...), and ``indices`` (n,), int64, the positions of the samples in the data set.
-    With a warning it is without ``indices`` where the positions are not known, as those in an ``IterableDataset``, or
-    where ``predict_step`` returns more or fewer rows than samples. With several processes each writes its own samples,
+    With a warning it is without ``indices`` if the positions are not known, as those in an ``IterableDataset``, or
+    if ``predict_step`` returns more or fewer rows than samples. With several processes each writes its own samples,
     to ``NAME_0.pt`` and so on. Under ``fast_dev_run`` nothing is written.
 
     For example::
@@ -56,8 +56,7 @@ class PredictionWriter(BasePredictionWriter):
         loaders = len(trainer.num_predict_batches)
         if loaders > 1:
             raise MisconfigurationException(
-                f"PredictionWriter writes tensors of one loader, but there are {loaders}: predict with one loader at a "
-                "time, or leave out this callback"
+                f"PredictionWriter writes the predictions of one loader, but there are {loaders}: leave out others"
             )
 
     def on_predict_batch_end(
@@ -95,8 +94,7 @@ def _check_rows(predictions: Sequence[Any]) -> None:
     others = {type(prediction).__name__ for prediction in predictions if not isinstance(prediction, torch.Tensor)}
     if others:
         raise MisconfigurationException(
-            f"PredictionWriter writes tensors, but predict_step returned {', '.join(sorted(others))}: have it return a "
-            "tensor, or leave out this callback"
+            f"PredictionWriter writes tensors, but predict_step returned {', '.join(sorted(others))}: return a tensor"
         )
     shapes = {tuple(prediction.shape[1:]) if prediction.dim() else None for prediction in predictions}
     if None in shapes or len(shapes) > 1:

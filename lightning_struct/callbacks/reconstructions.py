@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_struct.callbacks.pictures import (
-    check_image_size,
-    directory_to_write,
-    height_and_width,
-    write_at_end_of_fit,
-)
+from lightning_struct.callbacks import pictures
 from lightning_struct.functional.torch_tools import in_eval_mode
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check_counts, require
 from lightning_struct.utilities.lightning_internals import prepare_batch, validation_loaders
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 def plot_reconstructions(
     images: Tensor, reconstructions: Tensor, image_size: tuple[int, int] | None = None
-) -> tuple[Figure, np.ndarray]:
+) -> tuple[pictures.Figure, np.ndarray]:
     """Draw images (upper row) above their reconstructions (lower row).
 
     Args:
@@ -53,16 +45,14 @@ def plot_reconstructions(
 
     if images.dim() == 4 and images.shape[1] != 1:
         raise MisconfigurationException(
-            f"Images of {images.shape[1]} channels cannot be drawn, as (n, pixels) or (n, 1, height, width) can: leave "
-            "out the plot of reconstructions."
+            f"Images of {images.shape[1]} channels cannot be drawn: give (n, pixels) or (n, 1, height, width)"
         )
     images, reconstructions = images.flatten(1), reconstructions.flatten(1)
     if images.shape != reconstructions.shape:
         raise MisconfigurationException(
-            f"Images have {images.shape[1]} pixels, but their reconstructions {reconstructions.shape[1]}: the module "
-            "must return images as large as it reads."
+            f"Images have {images.shape[1]} pixels, and their reconstructions {reconstructions.shape[1]}, not as many"
         )
-    height, width = height_and_width(images.shape[1], image_size, "pixels")
+    height, width = pictures.height_and_width(images.shape[1], image_size, "pixels")
     columns = len(images)
     figure = Figure(figsize=(columns, 2.3), layout="constrained")
     axes = figure.subplots(2, columns, squeeze=False)
@@ -105,9 +95,8 @@ class ReconstructionPlot(Callback):
 
     def __init__(self, count: int = 10, image_size: tuple[int, int] | None = None) -> None:
         check_counts(count=count)
-        check_image_size(image_size)
-        self.count = count
-        self.image_size = image_size
+        pictures.check_image_size(image_size)
+        self.count, self.image_size = count, image_size
         self.paths: list[Path] = []
         self._tried = False
 
@@ -117,13 +106,12 @@ class ReconstructionPlot(Callback):
             self._tried = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        directory_to_write(trainer)
+        pictures.directory_to_write(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.enable_validation:
             raise MisconfigurationException(
-                "ReconstructionPlot draws validation images, but there is no validation loader: give one, "
-                "or leave out this callback."
+                "ReconstructionPlot draws validation images: give a validation loader, or leave out this callback."
             )
 
     def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
@@ -131,25 +119,26 @@ class ReconstructionPlot(Callback):
             self._tried = True
             self._draw(trainer, pl_module, batch)
 
-    def plot(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[Figure, np.ndarray]:
+    def plot(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[pictures.Figure, np.ndarray]:
         """Figure and axes (2, n) of the first validation images and their reconstructions."""
         batch = prepare_batch(trainer, next(iter(validation_loaders(trainer)[0])), 0)
         return self._draw(trainer, pl_module, batch)
 
-    def _draw(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> tuple[Figure, np.ndarray]:
+    def _draw(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> tuple[pictures.Figure, np.ndarray]:
         images = _images(pl_module, batch)[: self.count]
         with torch.no_grad(), in_eval_mode(pl_module), trainer.precision_plugin.forward_context():
             reconstructions = pl_module(images)
         if not isinstance(reconstructions, Tensor):
             raise MisconfigurationException(
-                f"ReconstructionPlot draws what {type(pl_module).__name__} returns when it is called on images, but "
-                f"that is a {type(reconstructions).__name__}: have forward return the reconstructions alone, or leave "
-                "out this callback."
+                f"ReconstructionPlot needs reconstructions of images from the module, but {type(pl_module).__name__} "
+                f"returns a {type(reconstructions).__name__}: return them alone, or leave out this callback."
             )
         return plot_reconstructions(images, reconstructions, self.image_size)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.paths = write_at_end_of_fit(trainer, "reconstructions.png", lambda: self.plot(trainer, pl_module)[0])
+        self.paths = pictures.write_at_end_of_fit(
+            trainer, "reconstructions.png", lambda: self.plot(trainer, pl_module)[0]
+        )
 
 
 def _images(module: L.LightningModule, batch: Any) -> Tensor:
@@ -160,8 +149,7 @@ def _images(module: L.LightningModule, batch: Any) -> Tensor:
     images = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if not isinstance(images, Tensor):
         raise MisconfigurationException(
-            f"ReconstructionPlot takes the images from a batch that is a tensor or begins with one, but got a "
-            f"{type(images).__name__}: define inputs_and_targets(self, batch) in {type(module).__name__}, which "
-            "returns the images twice, or leave out this callback."
+            "ReconstructionPlot takes the images from a batch that is a tensor or begins with one, but got a "
+            f"{type(images).__name__}: have {type(module).__name__}.inputs_and_targets(batch) return them twice."
         )
     return images

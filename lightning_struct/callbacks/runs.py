@@ -14,7 +14,7 @@ from lightning_struct.utilities import namespaces as L
 class Run:
     """Tells whether a fit belongs to the run that a callback has been in.
 
-    It does where the same Trainer fits the same module again. With another Trainer, as for the next fold of a
+    It does if the same Trainer fits the same module again. With another Trainer, as for the next fold of a
     cross-validation, or another module, another run begins.
     """
 

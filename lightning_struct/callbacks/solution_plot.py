@@ -158,13 +158,8 @@ def _by_function(title: str, values: Tensor) -> dict[str, Tensor]:
 def _slice(equation: DifferentialEquation) -> Tensor:
     """Points along the first two coordinates, or the only one, the others in the middle: (n, d), float64."""
     low, high = equation.domain.low, equation.domain.high
-    axes = [
-        torch.linspace(low[i], high[i], _RESOLUTION, dtype=torch.float64)
-        if i < 2
-        else (low[i : i + 1] + high[i : i + 1]) / 2
-        for i in range(len(low))
-    ]
-    return torch.cartesian_prod(*axes).reshape(-1, len(low))
+    axes = [torch.linspace(*ends, _RESOLUTION, dtype=torch.float64) for ends in zip(low[:2], high[:2], strict=True)]
+    return torch.cartesian_prod(*axes, *((low + high) / 2)[2:, None]).reshape(-1, len(low))
 
 
 def _place_of(equation: DifferentialEquation) -> str:

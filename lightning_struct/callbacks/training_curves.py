@@ -6,7 +6,7 @@ import csv
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -16,17 +16,13 @@ from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check_counts, require
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 RECORDED_IN_TRAINING = ("train_loss", "train_accuracy", "batch_size", "damping", "solver_iterations")
 RECORDED_IN_VALIDATION = ("val_loss", "val_accuracy")
 MOST_RECORDS = 4096
 COLUMNS = ("seconds", "step", *RECORDED_IN_TRAINING, *RECORDED_IN_VALIDATION)
 PANELS = {"loss": "loss", "accuracy": "accuracy", "batch_size": "samples in a batch"}  # part of a name -> axis
 
-# What Lightning adds to the name of a metric where there are several loaders, before the number of the loader.
+# Lightning's addition to the name of a metric if there are several loaders, before the number of the loader.
 _OF_LOADER = "/dataloader_idx_"
 
 
@@ -88,11 +84,11 @@ class TrainingCurves(Callback):
         running = 0.0 if self._started_at is None else time.monotonic() - self._started_at
         return self._seconds_before + running
 
-    def plot(self) -> tuple[Figure, list[Axes]]:
+    def plot(self) -> tuple[pictures.Figure, list[pictures.Axes]]:
         """Draw the losses over the seconds of training and, if they were logged, accuracies and the batch size.
 
         Training is dotted, validation solid, as in figures 2 and 3 of Emirahmetoglu & Stewart. The axis of the losses
-        is logarithmic, or linear where some are negative.
+        is logarithmic, or linear if some are negative.
 
         Returns:
             The figure, and its axes: of the losses, of the accuracies, of the batch size.
@@ -142,13 +138,12 @@ class TrainingCurves(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._run.on_train_start(pl_module)
-        self._started_at = time.monotonic()
-        self._last_step = trainer.global_step
+        self._started_at, self._last_step = time.monotonic(), trainer.global_step
         self._newly_logged, self._newly_validated = NewlyLogged(), NewlyLogged()
         self._logged_in_step = set()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._record_epoch(trainer)  # what the module logged in its own on_train_epoch_end
+        self._record_epoch(trainer)  # values that the module logged in its own on_train_epoch_end
         self._logged_in_steps_of_epoch = set()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -226,7 +221,7 @@ class TrainingCurves(Callback):
         self.paths = [picture, table]
 
 
-def _set_log_scale(losses: Axes) -> None:
+def _set_log_scale(losses: pictures.Axes) -> None:
     """Make the axis logarithmic, with ticks at 1, 2 and 5 of each decade; fewer or more if that suits the range."""
     from matplotlib.ticker import AutoLocator, LogLocator, StrMethodFormatter
 

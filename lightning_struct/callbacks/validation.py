@@ -12,14 +12,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from lightning_struct.callbacks.runs import NewlyLogged
+from lightning_struct.utilities import lightning_internals
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.lightning_internals import (
-    prepare_batch,
-    unwrapped_sampler,
-    validate_now,
-    validation_follows,
-    validation_loaders,
-)
 from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.random_states import isolated_random_states
 
@@ -53,8 +47,7 @@ class MonitoredValue:
         if value is None and required:
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             raise MisconfigurationException(
-                f"{self._who} monitors {self._monitor!r}, which is not logged; logged are: {logged}. Log it in "
-                "validation_step, or name one of these"
+                f"{self._who} monitors {self._monitor!r}, which validation_step does not log; logged are: {logged}"
             )
         if required and value is not None and not math.isfinite(value):
             raise MisconfigurationException(self.not_finite(trainer, value))
@@ -62,10 +55,8 @@ class MonitoredValue:
 
     def not_finite(self, trainer: L.Trainer, value: float) -> str:
         """The message about a value that is NaN or infinite."""
-        return (
-            f"{self._who} monitors {self._monitor!r}, which is {value} after step {trainer.global_step}: training has "
-            "diverged, or the validation data is damaged"
-        )
+        where = f"which is {value} after step {trainer.global_step}"
+        return f"{self._who} monitors {self._monitor!r}, {where}: training has diverged"
 
 
 def _mean_over_processes(trainer: L.Trainer, value: Tensor | None) -> float | None:
@@ -94,10 +85,10 @@ class DueValidation:
         """Run the validation that was due when the run was stopped."""
         if self._due:
             self._due = False
-            validate_now(trainer)
+            lightning_internals.validate_now(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer) -> None:
-        self._due = validation_follows(trainer)
+        self._due = lightning_internals.validation_follows(trainer)
 
     def on_validation_end(self, trainer: L.Trainer) -> bool:
         """Count this validation, and tell whether it counts: see :meth:`counts`."""
@@ -139,10 +130,10 @@ def validation_batches(trainer: L.Trainer, samples: int | None = None) -> list[A
     Raises:
         MisconfigurationException: ``samples`` with a loader that is not over single samples of a map-style data set.
     """
-    loaders = validation_loaders(trainer)
+    loaders = lightning_internals.validation_loaders(trainer)
     with isolated_random_states(), torch.random.fork_rng(range(torch.cuda.device_count())):
         return [
-            prepare_batch(trainer, batch, number)
+            lightning_internals.prepare_batch(trainer, batch, number)
             for number, (loader, limit) in enumerate(zip(loaders, trainer.num_val_batches, strict=True))
             for batch in _share(loader, limit, trainer.global_rank, trainer.world_size, samples)
         ]
@@ -156,12 +147,11 @@ def _share(loader: Any, limit: float, rank: int, processes: int, samples: int | 
         and not isinstance(loader.dataset, IterableDataset)
         and (loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler)
     )
-    if not plain:  # what such a loader gives to this process is its own affair
+    if not plain:  # such a loader itself decides on the share of this process
         if samples is not None:
             raise MisconfigurationException(
-                f"Only {samples} validation samples are asked for, but they cannot be chosen from a "
-                f"{type(loader).__name__} over an iterable data set or with a batch sampler of its own: leave the "
-                "number out"
+                f"{samples} validation samples cannot be chosen from a {type(loader).__name__} over an iterable data "
+                "set or with its own batch sampler: leave the number out"
             )
         return islice(loader, batches)
     made: Any = loader.batch_sampler
@@ -175,23 +165,17 @@ def _share(loader: Any, limit: float, rank: int, processes: int, samples: int | 
     if samples is not None:
         if batch_size is None:
             raise MisconfigurationException(
-                f"Only {samples} validation samples are asked for, but the loader's sampler yields whole batches: "
-                "leave the number out"
+                f"{samples} validation samples cannot be chosen from a sampler of whole batches: leave the number out"
             )
         chosen = torch.randperm(len(items), generator=torch.Generator().manual_seed(0))[:samples]
         items = [items[position] for position in chosen.sort().values.tolist()]
-    mine = torch.arange(len(items)).tensor_split(processes)[rank].tolist()
-    return DataLoader(
-        loader.dataset,
-        batch_size=batch_size,
-        sampler=[items[position] for position in mine],
-        collate_fn=loader.collate_fn,
-    )
+    mine = [items[position] for position in torch.arange(len(items)).tensor_split(processes)[rank].tolist()]
+    return DataLoader(loader.dataset, batch_size, sampler=mine, collate_fn=loader.collate_fn)
 
 
 def _items(dataset: Any, sampler: Any) -> Sequence[Any]:
     """Items of a loader's sampler over all processes; in the order of the data set if the sampler shuffles."""
-    sampler = unwrapped_sampler(sampler)
+    sampler = lightning_internals.unwrapped_sampler(sampler)
     if isinstance(sampler, RandomSampler | DistributedSampler):
         return range(len(dataset))
     return list(sampler)

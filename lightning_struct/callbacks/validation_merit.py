@@ -28,7 +28,7 @@ class ValidationMeritStopping(Callback):
     After each validation it compares ``monitor`` (the mean over the processes) with the best value so far, and keeps a
     copy of the best weights and buffers on the CPU. These are the weights that were validated, even if another callback
     had put averaged ones in place for the validation. When training ends, by patience or for any other reason except an
-    exception, the module gets the best ones back; if it has changed meanwhile, what fits of them, with a warning. A
+    exception, the module gets the best ones back; if it has changed meanwhile, those that fit, with a warning. A
     value that is NaN or infinite ends training, too.
 
     Checkpoints written before hold the weights of their own step, so a run resumed from them continues as if it had not
@@ -40,7 +40,7 @@ class ValidationMeritStopping(Callback):
     With an :class:`~lightning_struct.optim.SHF` optimizer it also supplies the merit that ends LSMR (equation 20), the
     loss on the validation data. The data are read once when training starts, by the module's
     ``inputs_and_targets(batch)``, and kept on the device until the end of ``fit``. Each process keeps its own share, no
-    sample twice; with ``Trainer(use_distributed_sampler=False)``, what its own loader gives it.
+    sample twice; with ``Trainer(use_distributed_sampler=False)``, all of its own loader.
 
     Args:
         monitor: name of a metric that the module logs in validation. Validations that do not log it do not count, but
@@ -128,14 +128,13 @@ class ValidationMeritStopping(Callback):
         refuse_sharded_weights(trainer, "ValidationMeritStopping")
         if trainer.barebones:
             raise MisconfigurationException(
-                f"ValidationMeritStopping compares {self.monitor!r}, but with Trainer(barebones=True) nothing that is "
-                "logged is kept: leave barebones or the callback out"
+                f"ValidationMeritStopping compares {self.monitor!r}, and Trainer(barebones=True) keeps nothing that is "
+                "logged: leave barebones or the callback out"
             )
         if not trainer.enable_validation:
             raise MisconfigurationException(
                 f"ValidationMeritStopping compares {self.monitor!r} after each validation, but there is none: give a "
-                "validation loader, define validation_step, and leave limit_val_batches above 0; or leave the callback "
-                "out"
+                "validation loader and a validation_step, with limit_val_batches above 0, or leave the callback out"
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -176,7 +175,7 @@ class ValidationMeritStopping(Callback):
             self._best_weights = validated
             return
         self.wait += 1
-        if self.wait >= self.patience and not trainer.should_stop:  # it is already where min_epochs lets it go on
+        if self.wait >= self.patience and not trainer.should_stop:  # it is already if min_epochs lets it go on
             trainer.should_stop = True
             rank_zero_info(
                 f"{self.monitor} has not improved on {self.best_value:.6g} (step {self.best_step}) in {self.wait} "
@@ -192,14 +191,12 @@ class ValidationMeritStopping(Callback):
         missing = self._put_back(trainer, pl_module)
         if missing is not None:
             rank_zero_warn(
-                f"ValidationMeritStopping puts back those of the best weights, of step {self.best_step}, that fit: "
-                f"the module has changed since. {missing}"
+                f"ValidationMeritStopping puts back what fits of the best weights (step {self.best_step}). {missing}"
             )
         if self.best_value is None:
             rank_zero_warn(
-                "ValidationMeritStopping has compared nothing: the fit has ended without a validation, from which it "
-                f"takes {self.monitor!r}. Validate more often (check_val_every_n_epoch, val_check_interval), or leave "
-                "the callback out"
+                "ValidationMeritStopping has compared nothing, as the fit has ended before a validation that logs "
+                f"{self.monitor!r}. Validate more often (check_val_every_n_epoch, val_check_interval)"
             )
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -222,9 +219,8 @@ class ValidationMeritStopping(Callback):
         read = getattr(pl_module, "inputs_and_targets", None)
         if read is None:
             raise MisconfigurationException(
-                f"ValidationMeritStopping gives SHF the validation loss, but {type(pl_module).__name__} does not say "
-                "how a batch becomes (inputs, targets): define inputs_and_targets(self, batch), as SHFOptimization "
-                "has it"
+                f"ValidationMeritStopping gives SHF the validation loss, but {type(pl_module).__name__} has no method "
+                "inputs_and_targets(self, batch), which SHFOptimization has: define it"
             )
         batches = [read(batch) for batch in validation_batches(trainer, self.merit_samples)]
         for optimizer in optimizers:

@@ -60,7 +60,7 @@ class Requirements:
         refuse_sharded_weights(module.trainer, self.mixin)
         if module.automatic_optimization:
             raise MisconfigurationException(
-                f"{type(module).__name__} sets automatic_optimization=True, but {self.mixin} is manual optimization: "
+                f"{type(module).__name__} sets automatic_optimization=True, but {self.mixin} is manual: "
                 f"{self.automatic}"
             )
 
@@ -115,8 +115,7 @@ class Requirements:
         if isinstance(returned, tuple | list) and len(returned) == 2:
             return returned[0], returned[1]
         raise MisconfigurationException(
-            f"{type(module).__name__}.inputs_and_targets returned a {type(returned).__name__}, not a pair: return "
-            "(inputs, targets)"
+            f"{type(module).__name__}.inputs_and_targets returned a {type(returned).__name__}, not a pair"
         )
 
     def pair_of_tensors(self, module: L.LightningModule, batch: Any) -> tuple[Any, Tensor]:
@@ -131,8 +130,7 @@ class Requirements:
                 return batch[0], batch[1]
         held = f" of {', '.join(type(part).__name__ for part in batch)}" if isinstance(batch, Sequence) else ""
         raise MisconfigurationException(
-            f"A batch for {type(module).__name__} is a {type(batch).__name__}{held}, not a pair of tensors: "
-            f"{self.batch}"
+            f"A batch for {type(module).__name__} is a {type(batch).__name__}{held}, no pair of tensors: {self.batch}"
         )
 
 

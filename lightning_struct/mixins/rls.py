@@ -94,8 +94,7 @@ class RLSOptimization(ManualOptimization):
         precision="P needs float32 weights, and its steps no GradScaler",
         automatic="leave the attribute alone, or the mixin out: RLS works in automatic optimization too",
         batch="define training_step, or inputs_and_targets(self, batch), which returns (inputs, targets)",
-        optimizers="return RLS(self), with an auxiliary optimizer within it if one is needed, or leave "
-        "RLSOptimization out",
+        optimizers="return RLS(self), with an auxiliary optimizer within it if needed, or leave RLSOptimization out",
         clipping=" and clip by RLS(max_grad_norm=...)",
     )
     _asked_for_loss = False

@@ -121,15 +121,9 @@ class SHFOptimization(ManualOptimization):
 
     def gradient_statistics(self) -> GradientStatistics | None:
         """Statistics of the last step's batch; None before the first step of this fit."""
-        report = self.shf.report
-        if report is None:
+        if (report := self.shf.report) is None:
             return None
-        return GradientStatistics(
-            batch_size=report.batch_size,
-            variance=report.gradient_variance,
-            gradient_squared_norm=report.gradient_norm**2,
-            validation_value=report.merit,
-        )
+        return GradientStatistics(report.batch_size, report.gradient_variance, report.gradient_norm**2, report.merit)
 
     @property
     def shf(self) -> SHF:

@@ -72,7 +72,7 @@ class Autoencoder(Task):
             raise MisconfigurationException(
                 f"layer_sizes must name the pixels, the code and the layers between, all positive, but is {layer_sizes}"
             )
-        # what makes optimizers need not be picklable; a checkpoint has the optimizer's state anyway
+        # makers of optimizers need not be picklable; a checkpoint has the optimizer's state anyway
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
         self.encoder = logistic_layers(layer_sizes)
         self.decoder = logistic_layers(layer_sizes[::-1])
@@ -92,8 +92,7 @@ class Autoencoder(Task):
         pixels = self.hparams["layer_sizes"][0]
         if images.dim() != 2:
             raise MisconfigurationException(
-                f"The images must be flat, (n, pixels), but the batch is {tuple(images.shape)}: flatten them, as by "
-                "images.flatten(1)"
+                f"The batch is {tuple(images.shape)}, but images must be flat, (n, pixels), as by images.flatten(1)"
             )
         if images.shape[-1] != pixels:
             raise MisconfigurationException(

@@ -105,7 +105,7 @@ class Classifier(Task):
     does not: ``Classifier.load_from_checkpoint(path, network=...)``.
 
     Args:
-        network: from inputs (n, ...) to outputs (n, num_classes), or (n, num_classes, steps) where each step has a
+        network: from inputs (n, ...) to outputs (n, num_classes), or (n, num_classes, steps) if each step has a
             label.
         num_classes: labels are 0 to ``num_classes - 1``.
         loss: ``"cross_entropy"`` of the outputs as logits, or ``"mse"``, ½‖z - y‖² with y the label one-hot, of which
@@ -138,13 +138,11 @@ class Classifier(Task):
             raise MisconfigurationException(f"num_classes must be at least 2, but is {num_classes}")
         if loss not in ("cross_entropy", "mse"):
             raise MisconfigurationException(f"loss must be 'cross_entropy' or 'mse', but is {loss!r}")
-        # what makes optimizers need not be picklable; a checkpoint has the weights of the network anyway
+        # makers of optimizers need not be picklable; a checkpoint has the weights of the network anyway
         self.save_hyperparameters(ignore=["network", "optimizer", "lr_scheduler"])
         if "_instantiator" in self.hparams:  # from a command line: there the network is plain data, which can be saved
             self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
-        self.network = network
-        self.num_classes = num_classes
-        self.loss = loss
+        self.network, self.num_classes, self.loss = network, num_classes, loss
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
 
@@ -154,13 +152,13 @@ class Classifier(Task):
         if outputs.shape[:2] != (len(inputs), self.num_classes):
             raise MisconfigurationException(
                 f"The network makes {tuple(outputs.shape)} of {len(inputs)} samples, but "
-                f"num_classes={self.num_classes} asks for {(len(inputs), self.num_classes)}: give both the same number "
-                "of classes"
+                f"num_classes={self.num_classes} asks for {(len(inputs), self.num_classes)}: give both the same "
+                "classes"
             )
         return outputs
 
     def inputs_and_targets(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """The inputs of a batch, and what the loss compares their outputs with.
+        """The inputs of a batch, and the targets of the loss.
 
         Args:
             batch: a sequence that begins with inputs (n, ...) and labels (n,) or (n, steps), int64.
@@ -194,14 +192,13 @@ class Classifier(Task):
             return F.cross_entropy(outputs, targets)
         if outputs.shape != targets.shape:  # mse_loss would broadcast them
             raise MisconfigurationException(
-                f"The network makes {tuple(outputs.shape)}, but the labels are {tuple(targets.shape)} one-hot: give "
-                "labels (n,), or (n, steps) if each step has outputs"
+                f"the labels are {tuple(targets.shape)} one-hot: give labels (n,), or (n, steps) if outputs have steps"
             )
         return 0.5 * F.mse_loss(outputs, targets, reduction="sum") / len(outputs)
 
     def evaluate(self, batch: Any, batch_idx: int, stage: str) -> None:
         labels = batch[1]
-        # here, not in training, where asking a GPU would cost time in every step; it comes before training, too
+        # here, not in training, as asking a GPU would cost time in every step; it comes before training, too
         low, high = (int(bound) for bound in labels.aminmax())
         if low < 0 or high >= self.num_classes:
             raise MisconfigurationException(

@@ -10,7 +10,7 @@ from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions with batch norms, beside an identity, or a 1 x 1 convolution where the shape changes.
+    """Two 3 x 3 convolutions with batch norms, beside an identity, or a 1 x 1 convolution if the shape changes.
 
     Args:
         in_channels, out_channels: of the images.
@@ -102,8 +102,7 @@ class CharacterTransformer(nn.Module):
         steps = characters.shape[1]
         if steps > len(self.places):
             raise MisconfigurationException(
-                f"The texts have {steps} characters, but the network looks back on steps={len(self.places)}: give both "
-                "the same steps"
+                f"The texts have {steps} characters, the network takes steps={len(self.places)}: give both the same"
             )
         x = self.embedding(characters) + self.places[:steps]
         for block in self.blocks:

@@ -32,7 +32,7 @@ class LanguageModel(Task):
         Trainer(gradient_clip_val=0.25).fit(LanguageModel(data.vocabulary_size), datamodule=data)
 
     Embedding, dropout, one layer of :class:`StructuredLSTM`, dropout, output layer. The state is carried from batch to
-    batch within an epoch, and gradients stop there. What the paper leaves open is as in torch's example
+    batch within an epoch, and gradients stop there. All that the paper leaves open is as in torch's example
     ``word_language_model``, which it names: dropout of .2, initial weights, an output layer with weights of its own.
 
     SGD at the rate of a dense weight is far too fast for structured ones: see :func:`jacobian_norms`. So each parameter
@@ -87,10 +87,9 @@ class LanguageModel(Task):
         check_positive(vocabulary_size=vocabulary_size, embedding_size=embedding_size, hidden_size=hidden_size)
         if tied and embedding_size != hidden_size:
             raise MisconfigurationException(
-                f"tied needs embedding_size and hidden_size to be the same, but they are {embedding_size} and "
-                f"{hidden_size}"
+                f"tied needs embedding_size={embedding_size} and hidden_size={hidden_size} to be the same"
             )
-        # what makes layers and optimizers need not be picklable
+        # makers of layers and optimizers need not be picklable
         self.save_hyperparameters(ignore=["layer", "optimizer", "lr_scheduler"])
         if "_instantiator" in self.hparams:  # from a command line: there the layer is plain data, which can be saved
             self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
@@ -228,8 +227,7 @@ def _check_words(words: Tensor, vocabulary_size: int) -> None:
     """Refuse words that the embedding does not have."""
     if (largest := int(words.max())) >= vocabulary_size:
         raise MisconfigurationException(
-            f"Word {largest} is not among the vocabulary_size={vocabulary_size} of the network: give network and data "
-            "the same vocabulary_size"
+            f"Word {largest} is not below the network's vocabulary_size={vocabulary_size}: give both the same"
         )
 
 

@@ -15,7 +15,7 @@ LayerOfSizes = Callable[[int, int], nn.Module]
 ``functools.partial``."""
 
 COLORS = 3
-POOLING = 4  # by what the two poolings of LeNet divide height and width, together
+POOLING = 4  # the number by which the two poolings of LeNet divide height and width, together
 
 
 def unbiased_linear(in_features: int, out_features: int) -> nn.Linear:
@@ -157,7 +157,7 @@ def structured_in_place_of_convolution(
     The paper's counts are those of layers without bias, with the hidden layer 3072 → 512 a part of a square one.
 
     Args:
-        first: makes what stands in place of the convolution.
+        first: makes the layer in place of the convolution.
         layer: makes the hidden layer, ``layer(3 * size ** 2, hidden)``.
         channels: nine square matrices between three channels, ``first(size ** 2, size ** 2)`` each
             (:class:`BlockStructured`), instead of one matrix ``first(3 * size ** 2, 3 * size ** 2)``.

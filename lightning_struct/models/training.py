@@ -49,8 +49,7 @@ class Task(L.LightningModule):
 
     def __init__(self, optimizer: OptimizerCallable, lr_scheduler: LRSchedulerCallable | None) -> None:
         super().__init__()
-        self.make_optimizer = optimizer
-        self.make_lr_scheduler = lr_scheduler
+        self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
 
     def evaluate(self, batch: Any, batch_idx: int, stage: str) -> None:
         """Log losses and scores of a batch, with the name of the stage, ``"val"`` or ``"test"``, before theirs."""
@@ -74,6 +73,5 @@ def check_train_loss(module: L.LightningModule, loss: Tensor, batch_idx: int) ->
     """
     if not loss.isfinite():
         raise NotFinite(
-            f"train_loss is {loss.item()} in batch {batch_idx} of epoch {module.current_epoch}: lower the learning "
-            "rate, and look for NaN and infinity in the data"
+            f"train_loss is {loss.item()} in batch {batch_idx} of epoch {module.current_epoch}: lower the learning rate"
         )

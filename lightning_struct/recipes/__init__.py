@@ -10,7 +10,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from lightning_struct.recipes.catalogue import RECIPES
 
@@ -18,9 +18,7 @@ from lightning_struct.recipes.catalogue import RECIPES
 class RecipeFinder(MetaPathFinder):
     """Finds ``lightning_struct.recipes.NAME`` for each recipe."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         package, _, name = fullname.rpartition(".")
         if package != __name__ or name not in RECIPES:
             return None

@@ -1,4 +1,4 @@
-"""The list of recipes: what each trains, on which data, what it shows, and how its configs are found.
+"""The list of recipes: networks, data, shown results, and how configs are found.
 
 It imports the standard library alone, so that recipes are listed at once; classes are named, not imported.
 """
@@ -18,11 +18,11 @@ NO_PAPER = "no paper: an example of this package"
 
 @dataclass(frozen=True)
 class Results:
-    """The results that the recipes of one kind of task show at the end of ``fit``, and what they write.
+    """The results that the recipes of one kind of task show at the end of ``fit``, and their files.
 
     Attributes:
         metrics: for each metric of a test run that is shown, its heading and its format.
-        predictions: name of what ``predict`` writes.
+        predictions: name of the results of ``predict``.
         log_every_n_steps: few and long steps are all logged.
         gap: the metric whose difference between training and test set is shown, too.
     """
@@ -56,7 +56,7 @@ class Recipe:
         model_class: name in ``lightning_struct.models``: the configured model is of this class or derived from it.
         data_class: name in ``lightning_struct.data``: the data module, configured by ``--data.*``. If the class is
             abstract, ``--data`` names one that is derived from it.
-        results: what the end of ``fit`` shows.
+        results: the metrics shown at the end of ``fit``.
         default_config: the config that is run without ``--config``.
         quick: options of ``--quick``, a trial within a minute: a small network, few samples, few steps.
         links: arguments of the model by the attributes of the data module that they are taken from.
@@ -207,16 +207,12 @@ def find_config(text: str, recipe: str) -> str:
         return str(config_directory(owner) / f"{config}.yaml")
     known = [*config_names(recipe), *(f"{name}/{config}" for name in RECIPES for config in config_names(name))]
     listed = owner if owner in RECIPES else recipe
-    sentences = [
-        f"There is no file {text}, and no config of that name.",
-        did_you_mean(wanted, known),
-        f"The configs of {listed} are {', '.join(config_names(listed))}.",
-    ]
-    raise LookupError(" ".join(filter(None, sentences)))
+    there = f"The configs of {listed} are {', '.join(config_names(listed))}."
+    raise LookupError(did_you_mean(wanted, known, f"There is no file {text}, and no config of that name.", there))
 
 
-def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """A question after the likeliest of the ``known`` names, empty if none is near.
+def did_you_mean(wrong: str, known: Iterable[str], before: str = "", after: str = "") -> str:
+    """A question after the likeliest of the ``known`` names, empty if none is near, between two other sentences.
 
     Example:
         >>> did_you_mean("fitt", ["fit", "validate", "test", "predict"])
@@ -225,4 +221,5 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
         ''
     """
     nearest = difflib.get_close_matches(wrong, list(known), n=1)
-    return f"Did you mean {nearest[0]}?" if nearest else ""
+    question = f"Did you mean {nearest[0]}?" if nearest else ""
+    return " ".join(filter(None, (before, question, after)))

@@ -120,10 +120,7 @@ def compare_optimizers(saved: Mapping[str, Any], present: Mapping[str, Any]) -> 
         )
     changed = [f"{name}={value}" for name, value in settings.items() if settings_before.get(name, value) != value]
     if changed:
-        rank_zero_warn(
-            f"The settings of {now} are a part of the state that the checkpoint has, and stay as they were: "
-            f"{', '.join(changed)} may have no effect"
-        )
+        rank_zero_warn(f"The checkpoint has the settings of {now}, which stay: {', '.join(changed)} may have no effect")
 
 
 def _optimizer(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -186,12 +183,8 @@ def check_checkpoint(path: str | None, recipe: str) -> None:
 def refuse_missing(path: str, recipe: str) -> NoReturn:
     """Raise MisconfigurationException for a checkpoint that is not there; it names the newest one of the recipe."""
     there = sorted(Path("results", recipe).glob("version_*/checkpoints/*.ckpt"), key=os.path.getmtime)
-    sentences = [
-        f"There is no checkpoint {path}.",
-        did_you_mean(path, map(str, there)),
-        f"The newest here is {there[-1]}." if there else "",
-    ]
-    raise MisconfigurationException(" ".join(filter(None, sentences)))
+    newest = f"The newest here is {there[-1]}." if there else ""
+    raise MisconfigurationException(did_you_mean(path, map(str, there), f"There is no checkpoint {path}.", newest))
 
 
 def config_of_checkpoint(path: str | Path, recipe: str) -> dict[str, Any] | None:
@@ -209,8 +202,8 @@ def config_of_checkpoint(path: str | Path, recipe: str) -> dict[str, Any] | None
     written_by = checkpoint.get(RECIPE_IN_CHECKPOINT, recipe)  # version 0.2 does not say
     if written_by != recipe:
         raise MisconfigurationException(
-            f"{path} is a checkpoint of the recipe {written_by}, not of {recipe}: run lightning-struct {written_by}, "
-            "or say by --config which model its weights are to go into"
+            f"{path} is of the recipe {written_by}, not of {recipe}: run lightning-struct {written_by}, or give "
+            "--config"
         )
     text = checkpoint.get(CONFIG_IN_CHECKPOINT)
     return text and {key: value for key, value in yaml.safe_load(text).items() if key in PARTS_OF_A_CONFIG}

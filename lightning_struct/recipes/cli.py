@@ -1,4 +1,4 @@
-"""The command line that all recipes share, and what it prints at the end."""
+"""The command line that all recipes share, and the results that it prints at the end."""
 
 import argparse
 import os
@@ -47,7 +47,7 @@ METRICS_FORMAT = ".5g"  # of the progress bar: Lightning's, .3f, shows an error 
 
 
 class RecipeCLI(LightningCLI):
-    """LightningCLI that says at the end of ``fit`` what was reached and where the results are.
+    """LightningCLI that prints the results and their folder at the end of ``fit``.
 
     A checkpoint brings the config of its run, unless ``--config`` names another one; options of the command line win
     over both. LightningCLI instead puts the hyperparameters of the checkpoint, which lack what makes optimizers and
@@ -64,9 +64,8 @@ class RecipeCLI(LightningCLI):
     def __init__(
         self, *arguments: Any, recipe: str, parsed: Sequence[str] = SUBCOMMANDS, quick: bool = False, **options: Any
     ) -> None:
-        self.recipe, self.quick = recipe, quick
+        self.recipe, self.quick, self._parsed = recipe, quick, parsed
         self.results = RECIPES[recipe].results
-        self._parsed = parsed
         self._fit_began: float | None = None
         try:
             super().__init__(*arguments, **options)
@@ -116,7 +115,7 @@ class RecipeCLI(LightningCLI):
         checkpoints.check_checkpoint(self._checkpoint, self.recipe)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        if self.subcommand in ("validate", "test"):  # they print what they measure and need no folder
+        if self.subcommand in ("validate", "test"):  # they print their measurements and need no folder
             self.save_config_callback = None
             if self._logger_is_the_default():
                 kwargs.setdefault("logger", False)
@@ -142,10 +141,10 @@ class RecipeCLI(LightningCLI):
     def _folder_without_logger(self) -> str:
         """A folder that is not there yet, as a logger makes one: ``version_0``, ``version_1`` and so on.
 
-        It is in the folder that was named for what is written without a logger, else where the recipe logs.
+        It is in the folder that was named for files without a logger, else in that of the logs of the recipe.
         """
         named = self.config[self.subcommand].trainer.default_root_dir
-        if "://" in str(named):  # where folders cannot be listed in this way
+        if "://" in str(named):  # such folders cannot be listed in this way
             return str(named)
         root = Path("results", self.recipe) if named is None else Path(named)
         versions = (path.name.removeprefix("version_") for path in root.glob("version_*"))
@@ -206,7 +205,7 @@ class RecipeCLI(LightningCLI):
 
     def _final_errors(self, checkpoint: str) -> dict[str, Mapping[str, float]]:
         """Errors over each of the three sets; the last one, of the test set, also goes to the log."""
-        self.datamodule.setup("test")  # where processes were spawned for the fit, this one has no data yet
+        self.datamodule.setup("test")  # if processes were spawned for the fit, this one has no data yet
         errors, loggers, ckpt_path = {}, self.trainer.loggers, checkpoint or None
         for part in ("train", "val", "test"):
             self.trainer.loggers = loggers if part == "test" else []
@@ -259,7 +258,7 @@ def run_recipe(name: str, args: Sequence[str] | None = None, program: str | None
     recipe = RECIPES[name]
     model_class = getattr(import_module("lightning_struct.models"), recipe.model_class)
     data_class = getattr(import_module("lightning_struct.data"), recipe.data_class)
-    home = os.path.expanduser("~/")  # where a shell leaves the ~ of --KEY=~/PATH as it is
+    home = os.path.expanduser("~/")  # a shell leaves the ~ of --KEY=~/PATH as it is
     given = [arg.replace("=~/", f"={home}", 1) for arg in (sys.argv[1:] if args is None else args)]
     quick, full_help = QUICK in given, FULL_HELP in given
     given = ["--help" if arg == FULL_HELP else arg for arg in given if arg != QUICK]

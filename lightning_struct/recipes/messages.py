@@ -48,7 +48,7 @@ NOISE_IN_WARNINGS = (
     r".isinstance\(treespec, LeafSpec\). is deprecated",  # inside Lightning
     r"Checkpoint directory .* exists and is not empty",  # the second ModelCheckpoint of a run
     r"The `srun` command is available on your system",
-    r"Couldn't infer the batch indices fetched from your dataloader",  # PredictionWriter says what that means
+    r"Couldn't infer the batch indices fetched from your dataloader",  # PredictionWriter explains it
 )
 NOISE_IN_LOGS = re.compile(r"💡 Tip: |(TPU|HPU) available: False")  # the first is advice to install other packages
 MISFIT = re.compile(r"\b(shapes?|sizes?|channels|dtype)\b")
@@ -62,7 +62,7 @@ def run_command(main: Callable[[], Any]) -> None:
     what a layer says of inputs of another shape or dtype;
     SIGINT (Ctrl-C) ends it with status 130 and SIGTERM with 143. All other errors are defects and keep their traceback.
     """
-    sys.path.append("")  # what a user has in the working directory can be named in options, as under python -m
+    sys.path.append("")  # modules of the working directory can be named in options, as under python -m
     if isinstance(sys.stdout, TextIOWrapper):  # no result of a run is lost for a sign that an encoding lacks
         sys.stdout.reconfigure(errors="replace", line_buffering=True)  # the latter: a log file is read while it grows
     try:
@@ -109,7 +109,7 @@ def raise_message_of_a_class(error: ValueError) -> None:
 
 
 def _raised_in(error: BaseException, parts: tuple[str, ...]) -> bool:
-    """Whether an error was raised by modules whose names begin with one of ``parts``, not by what they call."""
+    """Whether an error was raised by modules whose names begin with one of ``parts``, not by their callees."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].f_globals["__name__"].startswith(parts)
 
@@ -128,7 +128,7 @@ def noise_filtered() -> Iterator[None]:
         with warnings.catch_warnings():
             for pattern in NOISE_IN_WARNINGS:
                 warnings.filterwarnings("ignore", pattern)
-            # what jsonargparse deprecates and LightningCLI calls
+            # deprecated functions of jsonargparse that LightningCLI calls
             warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"lightning\.pytorch\.cli")
             yield
     finally:
@@ -139,7 +139,7 @@ def noise_filtered() -> Iterator[None]:
 class EpochLines(ProgressBar):
     """Lines for outputs in which no progress bar can be drawn: one after the first step, each epoch and each minute.
 
-    A line has the epoch, the step, what the model shows in progress bars (losses among it), the samples of a training
+    A line has the epoch, the step, the values of progress bars (losses among them), the samples of a training
     step, and the seconds since the training began.
     """
 
@@ -159,9 +159,7 @@ class EpochLines(ProgressBar):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._began = self._due = time.monotonic()
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if time.monotonic() >= self._due:
             self._print_line(f"batch {batch_idx + 1} of {self.total_train_batches}")
 

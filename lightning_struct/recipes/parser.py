@@ -19,7 +19,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_struct.recipes.catalogue import did_you_mean, find_config
 
-# What jsonargparse says of a wrong option: 4.40 and 4.53 have other words, hence several.
+# Messages of jsonargparse about a wrong option: 4.40 and 4.53 have other words, hence several.
 UNKNOWN_OPTION = re.compile(
     r"[Uu]nrecognized arguments: --(?P<argument>[\w.]+)"
     r"|Option '(?P<option>[\w.]+)' is not accepted"

@@ -1,6 +1,6 @@
 """Additions of callbacks to the ``on_save_checkpoint`` and ``on_load_checkpoint`` of a module.
 
-Lightning asks callbacks neither where weights alone are saved nor before weights are loaded, but always the module.
+Lightning asks callbacks neither if weights alone are saved nor before weights are loaded, but always the module.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ CheckpointHook = Callable[[Any, dict[str, Any]], None]
 """Called as ``hook(module, checkpoint)``."""
 
 
-def add_checkpoint_hooks(
-    pl_module: L.LightningModule, owner: str, *, save: CheckpointHook, load: CheckpointHook
-) -> None:
+def add_checkpoint_hooks(module: L.LightningModule, owner: str, *, save: CheckpointHook, load: CheckpointHook) -> None:
     """Have hooks called after those that a module has, be they methods of its class or attributes of its own.
 
     Args:
-        pl_module: the module.
+        module: the module.
         owner: who adds them, such as the name of a callback. Earlier hooks of the same owner are replaced.
         save: called after ``on_save_checkpoint``.
         load: called after ``on_load_checkpoint``.
     """
     for name, hook in (("on_save_checkpoint", save), ("on_load_checkpoint", load)):
-        present = vars(pl_module).get(name)
+        present = vars(module).get(name)
         if not isinstance(present, _Chain):
-            present = vars(pl_module)[name] = _Chain(pl_module, name)
+            present = vars(module)[name] = _Chain(module, name)
         present.added[owner] = hook
 
 
@@ -52,8 +50,7 @@ class _Chain:
     """
 
     def __init__(self, pl_module: L.LightningModule, name: str) -> None:
-        self.pl_module = pl_module
-        self.name = name
+        self.pl_module, self.name = pl_module, name
         self.before = {name: vars(pl_module)[name]} if name in vars(pl_module) else {}
         self.added: dict[str, CheckpointHook] = {}
 

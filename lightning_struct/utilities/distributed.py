@@ -22,16 +22,12 @@ def data_parallel_size(trainer: L.Trainer) -> int:
     return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size)
 
 
-def data_parallel_rank(trainer: L.Trainer) -> int:
-    """The number of this process among them."""
-    return (trainer.distributed_sampler_kwargs or {}).get("rank", trainer.global_rank)
-
-
 def data_parallel_replicas(trainer: L.Trainer | None) -> dict[str, int]:
-    """Both as the arguments of a distributed sampler; none without a Trainer."""
+    """Arguments of a distributed sampler: that number, and this process's own among them; none without a Trainer."""
     if trainer is None:
         return {}
-    return {"num_replicas": data_parallel_size(trainer), "rank": data_parallel_rank(trainer)}
+    rank = (trainer.distributed_sampler_kwargs or {}).get("rank", trainer.global_rank)
+    return {"num_replicas": data_parallel_size(trainer), "rank": rank}
 
 
 class EqualBatches(Callback):
@@ -55,9 +51,7 @@ class EqualBatches(Callback):
         if self._lengths_are_unknown and batch_and_index[-1] == 0:
             _compared_batches(trainer, 0, goes_on=True)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._lengths_are_unknown:
             _compared_batches(trainer, batch_idx + 1, goes_on=not trainer.is_last_batch)
 
@@ -92,8 +86,7 @@ def refuse_sharded_weights(trainer: L.Trainer, name: str) -> None:
     """
     if shards_weights(trainer):
         raise MisconfigurationException(
-            f"{name} needs all weights on each process, but {type(trainer.strategy).__name__} shards them. Use one "
-            f"device or strategy='ddp'"
+            f"{name} needs all weights, but {type(trainer.strategy).__name__} shards them: use strategy='ddp'"
         )
 
 

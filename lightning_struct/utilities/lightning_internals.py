@@ -57,7 +57,7 @@ def training_batches(trainer: L.Trainer) -> tuple[list[Any], Iterable[Any]]:
 
 def cycles(trainer: L.Trainer) -> bool:
     """Whether a training loader that is at its end begins again, until the longest is at its end."""
-    combined = trainer.fit_loop._combined_loader  # None where another loader could not be prepared
+    combined = trainer.fit_loop._combined_loader  # None if another loader could not be prepared
     return combined is not None and combined._mode == "max_size_cycle"
 
 
@@ -113,7 +113,7 @@ class TrainingLoaders:
     its distributed sampler, calls ``Strategy.process_dataloader``, and begins to iterate. The only place for a change
     is between the last two: both methods are replaced on their instances, until :meth:`restore`.
 
-    What ``prepare`` returns is read by the training alone. ``Trainer.train_dataloader`` remains what Lightning
+    The result of ``prepare`` is read by the training alone. ``Trainer.train_dataloader`` remains as Lightning
     prepared, so that any other reader within an epoch has a pass of its own.
 
     Args:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 else:
     Trainer = Any  # in annotations alone
-    LightningModule = object  # likewise, and as base of the mixins: the module is what they are put before
+    LightningModule = object  # likewise, and as base of the mixins: they are put before the module
 
     class _Unjoined:
         """Base until Lightning is imported: bases that are built in, as ``object`` is, could not be exchanged."""
@@ -89,9 +89,7 @@ def _join() -> None:
 class _JoinWhenImported(MetaPathFinder):
     """Leaves it to the other finders to find a namespace, and joins it when it has been imported."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         if fullname not in NAMESPACES:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))

@@ -197,9 +197,7 @@ def test_checkpoint_of_other_adapters_is_refused(pl, stopped):
 
 
 def test_fit_without_adapters_is_an_error(pl):
-    with pytest.raises(
-        MisconfigurationException, match="AdapterCheckpoint: Adapted has no adapters. Call add_adapters"
-    ):
+    with pytest.raises(MisconfigurationException, match="AdapterCheckpoint: Adapted has no adapters: call add_adap"):
         trainer(pl, 1).fit(module(pl, adapted=False), loader())
 
 

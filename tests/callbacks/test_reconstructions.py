@@ -160,9 +160,9 @@ class WithLatents(Darken):
 
 
 CANNOT_BE_DRAWN = {
-    "got a dict: define inputs_and_targets.* in FromADict": FromADict,
+    "got a dict: have FromADict.inputs_and_targets": FromADict,
     "Images of 3 channels cannot be drawn": InColour,
-    "WithLatents returns .* is a tuple: have forward return the reconstructions alone": WithLatents,
+    "WithLatents returns a tuple: return them alone": WithLatents,
 }
 
 
@@ -175,7 +175,7 @@ def test_what_cannot_be_drawn_ends_the_fit_in_the_sanity_check(tmp_path, message
 
 
 def test_missing_validation_loader_is_refused_before_training(tmp_path):
-    with pytest.raises(MisconfigurationException, match="there is no validation loader"):
+    with pytest.raises(MisconfigurationException, match="give a validation loader"):
         trainer(tmp_path, ReconstructionPlot(), limit_val_batches=0).fit(Darken())
 
 
@@ -204,7 +204,7 @@ def test_sharded_weights_are_gathered_by_all_processes(tmp_path):
 @pytest.mark.parametrize(
     ("images", "reconstructions", "message"),
     [
-        (IMAGES, IMAGES[:, :9], "16 pixels, but their reconstructions 9"),
+        (IMAGES, IMAGES[:, :9], "16 pixels, and their reconstructions 9"),
         (torch.zeros(2, 12), torch.zeros(2, 12), r"12 pixels are no image of 3 x 3: give image_size"),
     ],
 )
@@ -311,7 +311,7 @@ def test_predictions_that_are_no_tensors_are_refused(tmp_path):
 
 def test_predictions_of_several_loaders_are_refused(tmp_path):
     loader = DataLoader(TensorDataset(IMAGES), batch_size=5)
-    with pytest.raises(MisconfigurationException, match="tensors of one loader, but there are 2: predict with one"):
+    with pytest.raises(MisconfigurationException, match="predictions of one loader, but there are 2: leave out"):
         trainer(tmp_path, PredictionWriter()).predict(Darken(), [loader, loader])
 
 

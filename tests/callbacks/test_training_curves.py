@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_written_to_is_found_before_training(tmp_path, c
 
     (tmp_path / "file").touch()
     module = Watched()
-    with pytest.raises(MisconfigurationException, match=f"go to .*{folder}, but .*file is no folder: choose another"):
+    with pytest.raises(MisconfigurationException, match=f"write to .*{folder}, but .*file is no folder: set"):
         make_trainer(tmp_path / folder, callbacks=[callback()], num_sanity_val_steps=0).fit(module)
     assert module.weight == 64
 

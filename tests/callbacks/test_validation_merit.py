@@ -196,7 +196,7 @@ def test_best_weights_are_put_back_beside_a_pruning_that_becomes_permanent(tmp_p
 
 
 def test_a_fit_that_never_validates_is_warned_of(tmp_path):
-    with pytest.warns(UserWarning, match="compared nothing: the fit has ended without a validation, .* 'val_loss'"):
+    with pytest.warns(UserWarning, match="compared nothing, as the fit has ended before a validation .* 'val_loss'"):
         fit(tmp_path, ScriptedNetwork(), ValidationMeritStopping(), max_epochs=2, check_val_every_n_epoch=3)
 
 
@@ -206,7 +206,7 @@ def test_a_module_that_has_changed_since_gets_what_fits_with_a_warning(tmp_path)
             pl_module.more = torch.nn.Linear(1, 1)
 
     module = ScriptedNetwork([3, 1, 2])
-    with pytest.warns(UserWarning, match="those of the best weights, of step 2, that fit: .* changed since"):
+    with pytest.warns(UserWarning, match=r"what fits of the best weights \(step 2\)"):
         fit(tmp_path, module, ValidationMeritStopping(), callbacks=[Growing()], max_epochs=3)
     assert module.layers.bias.item() == 2
 
@@ -533,7 +533,7 @@ def test_a_loader_with_a_batch_sampler_is_read_in_batches(tmp_path, given):
 
 @pytest.mark.parametrize("make", [odd_batches, stream, whole_batches])
 def test_no_samples_can_be_chosen_of_such_loaders(tmp_path, make):
-    with pytest.raises(MisconfigurationException, match="Only 5 validation samples are asked for, but"):
+    with pytest.raises(MisconfigurationException, match="5 validation samples cannot be chosen from a"):
         fit_shf(tmp_path, ValidationMeritStopping(merit_samples=5), validation=make())
 
 
@@ -602,7 +602,7 @@ def test_no_validation_is_refused(tmp_path, options):
 def test_a_trainer_that_keeps_nothing_logged_is_refused(tmp_path):
     trainer = L.Trainer(barebones=True, accelerator="cpu", max_epochs=1, callbacks=[ValidationMeritStopping()])
     with pytest.raises(
-        MisconfigurationException, match="barebones=True. nothing that is logged is kept: leave barebones"
+        MisconfigurationException, match="barebones=True. keeps nothing that is logged: leave barebones"
     ):
         trainer.fit(ScriptedNetwork([1]), draw_loader(), validation_loader())
 
@@ -623,9 +623,7 @@ def test_a_module_that_does_not_read_batches_is_refused_by_name(tmp_path):
         def configure_optimizers(self):
             return SHF(self, "mse", damping=1.0)
 
-    with pytest.raises(
-        MisconfigurationException, match="Manual does not say how a batch becomes .inputs, targets.: define"
-    ):
+    with pytest.raises(MisconfigurationException, match="Manual has no method inputs_and_targets.*: define"):
         fit_shf(tmp_path, module=Manual())
 
 
@@ -652,7 +650,7 @@ class ShardingStrategy(SingleDeviceStrategy):
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, ShardingStrategy])
 def test_strategies_that_shard_the_weights_are_refused_by_name(strategy):
-    trainer, message = SimpleNamespace(strategy=strategy.__new__(strategy)), f"needs all weights .* {strategy.__name__}"
+    trainer, message = SimpleNamespace(strategy=strategy.__new__(strategy)), f"needs all weights.* {strategy.__name__}"
     with pytest.raises(MisconfigurationException, match=f"ValidationMeritStopping {message}"):
         ValidationMeritStopping().on_fit_start(trainer, Network())
 

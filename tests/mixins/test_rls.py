@@ -334,7 +334,7 @@ def test_a_training_loader_without_batches_is_refused(module, tmp_path):
 
 
 def test_a_batch_that_is_no_pair_is_refused(tmp_path):
-    with pytest.raises(MisconfigurationException, match="A batch for PaperNetwork is a Tensor, not a pair"):
+    with pytest.raises(MisconfigurationException, match="A batch for PaperNetwork is a Tensor, no pair"):
         make_trainer(tmp_path).fit(PaperNetwork(), DataLoader(torch.rand(8, 3)))
 
 

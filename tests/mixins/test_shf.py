@@ -187,7 +187,7 @@ def test_the_inputs_of_a_batch_may_be_several(tmp_path):
     ],
 )
 def test_other_batches_ask_for_the_method(batch, found):
-    with pytest.raises(MisconfigurationException, match=f"is a {found}, not a pair .* define inputs_and_targets"):
+    with pytest.raises(MisconfigurationException, match=f"is a {found}, no pair of tensors: define inputs_and_targets"):
         SHFNetwork().inputs_and_targets(batch)
 
 
@@ -196,7 +196,7 @@ def test_a_method_that_returns_no_pair_is_an_error_with_the_remedy(tmp_path):
         def inputs_and_targets(self, batch):
             return torch.zeros(2, 3)
 
-    with pytest.raises(MisconfigurationException, match=r"returned a Tensor, not a pair: return \(inputs, targets\)"):
+    with pytest.raises(MisconfigurationException, match=r"inputs_and_targets returned a Tensor, not a pair"):
         make_trainer(tmp_path, max_steps=1).fit(Trained(), DataLoader(Pairs(), batch_size=8))
 
 
@@ -414,7 +414,7 @@ def test_other_precisions_train_weights_of_their_dtype(tmp_path, precision, dtyp
 @pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy])
 def test_strategies_that_shard_the_weights_are_refused_by_name(strategy):
     trainer = SimpleNamespace(strategy=strategy.__new__(strategy))
-    with pytest.raises(MisconfigurationException, match=f"SHF needs all weights .* {strategy.__name__}"):
+    with pytest.raises(MisconfigurationException, match=f"SHF needs all weights, but {strategy.__name__}"):
         refuse_sharded_weights(trainer, "SHF")
 
 

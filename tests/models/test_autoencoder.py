@@ -93,9 +93,7 @@ def test_labels_in_a_batch_are_left_aside(images):
 
 
 def test_images_that_are_not_flat_are_refused():
-    with pytest.raises(
-        MisconfigurationException, match=r"must be flat, \(n, pixels\), but the batch is \(5, 1, 4, 4\)"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"The batch is \(5, 1, 4, 4\), but images must be flat"):
         Autoencoder([16, 2]).training_step([torch.rand(5, 1, 4, 4)], 0)
 
 

@@ -57,7 +57,7 @@ def test_sizes_that_make_no_network_are_refused(name):
         RecurrentNetwork(**{name: 0})
     with pytest.raises(MisconfigurationException, match="cell must be 'lstm' or 'rnn', but is 'gru'"):
         RecurrentNetwork(cell="gru")
-    with pytest.raises(MisconfigurationException, match="Word 9 is not among the vocabulary_size=9"):
+    with pytest.raises(MisconfigurationException, match="Word 9 is not below the network's vocabulary_size=9"):
         small_network()(torch.tensor([[3, 9]]))
 
 

@@ -137,7 +137,7 @@ def test_another_optimizer_cannot_go_on_from_a_checkpoint(other):
 
 def test_settings_of_the_optimizer_that_a_checkpoint_keeps_are_named():
     now = {**ADAM, "init_args": {"lr": 0.2, "eps": 1e-8}}
-    with pytest.warns(match="The settings of Adam are a part of the state .* lr=0.2 may have no effect"):
+    with pytest.warns(match="The checkpoint has the settings of Adam, which stay: .*lr=0.2 may have no effect"):
         compare_optimizers(config_of(ADAM), config_of(now))
 
 
@@ -153,7 +153,7 @@ def test_resumed_run_says_which_settings_of_its_optimizer_stay(conf):
 def test_a_checkpoint_of_another_recipe_is_refused_by_name():
     run("mnist_fnn", *LITTLE["mnist_fnn"], *QUIET, "--data.synthetic=true", "--trainer.max_epochs=1")
     written = "results/mnist_fnn/version_0/checkpoints/last.ckpt"
-    with pytest.raises(MisconfigurationException, match=f"{written} is a checkpoint of the recipe mnist_fnn, not of"):
+    with pytest.raises(MisconfigurationException, match=f"{written} is of the recipe mnist_fnn, not of"):
         run("cifar_cnn", "--ckpt_path", written, *QUIET)
 
 

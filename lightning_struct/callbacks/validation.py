@@ -47,7 +47,7 @@ class MonitoredValue:
         if value is None and required:
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             raise MisconfigurationException(
-                f"{self._who} monitors {self._monitor!r}, which validation_step does not log; logged are: {logged}"
+                f"{self._who} monitors {self._monitor!r}, which is not logged; logged are: {logged}"
             )
         if required and value is not None and not math.isfinite(value):
             raise MisconfigurationException(self.not_finite(trainer, value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
@@ -63,8 +62,6 @@ if TYPE_CHECKING:
 
 _SWEEPS = 40  # of the least-squares fits from which the search for operators starts
 _LARGEST_SEARCHED = 1024**2  # entries of a matrix above which there are a quarter as many, from the better shifts alone
-_LARGEST_RESTARTED = 256**2  # entries of a matrix up to which that search starts twice,
-_FOUND = 1e-4  # unless it has come this near
 Corner = Literal["learned", "zero"]
 _CORNERS = {"corner": 1, "corners": 2}  # how many an operator has, by the name of its parameter
 
@@ -163,11 +160,8 @@ class LearnedOperatorLinear(GeneratorLinear):
         return sum_of_overlaps(self.out_features, self.in_features)
 
     def _start_near(self, weight: Tensor) -> None:
-        self._set(self._starts(self._squared(weight))[0])
-
-    def _starts(self, target: Tensor) -> list[_Start]:
-        """Starts of the search, the least error first: shifts, and operators that are fitted to W from there."""
-        shifts = []
+        """Start at shifts, or at operators that are fitted to W from there, with the least error."""
+        target, shifts = self._squared(weight), []
         for corners in [(0.0, 0.0), (1.0, -1.0)] if self.corner == "learned" else [(0.0, 0.0)]:
             a, b = (
                 SubdiagonalOperator(target.new_ones(size - 1), target.new_tensor(corner))
@@ -181,7 +175,7 @@ class LearnedOperatorLinear(GeneratorLinear):
             self._start(target, *fit_subdiagonals(target, self.rank, shift.a, shift.b, sweeps))
             for shift in (shifts[:1] if large else shifts)
         ]
-        return sorted([*shifts, *fitted], key=lambda start: start.error)
+        self._set(min([*shifts, *fitted], key=lambda start: start.error))
 
     def _start(self, target: Tensor, a: SubdiagonalOperator, b: SubdiagonalOperator) -> _Start:
         """The start with these operators; its error is infinite where their powers overflow."""
@@ -202,17 +196,6 @@ class LearnedOperatorLinear(GeneratorLinear):
             generators.copy_(near)
 
     def _refine(self, weight: Tensor, iterations: int) -> None:
-        self._refine_from_here(weight, iterations)
-        error, found = relative_error(self.to_dense(), weight), copy.deepcopy(self.state_dict())
-        if error < _FOUND or weight.numel() > _LARGEST_RESTARTED:
-            return
-        with torch.no_grad():
-            self._set(self._starts(self._squared(weight))[1])
-        self._refine_from_here(weight, iterations)
-        if not relative_error(self.to_dense(), weight) < error:
-            self.load_state_dict(found)
-
-    def _refine_from_here(self, weight: Tensor, iterations: int) -> None:
         if not BalancedCoordinates.are_exact_for(self):
             return super()._refine(weight, iterations)
         coordinates = BalancedCoordinates(self)

@@ -53,7 +53,7 @@ def test_scaled_toeplitz_matrices_of_hippo_are_members(cls, n, name, rank):
 @pytest.mark.slow
 def test_the_scaled_legendre_matrix_of_hippo_is_near():
     found = LDRTridiagonal.from_linear(linear_of(hippo("LegS", 32)), rank=2)
-    assert found.approximation_error < 1e-3
+    assert found.approximation_error < 2e-3
 
 
 @pytest.mark.parametrize("pad", [None, "square"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
-from typing import NamedTuple, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -12,27 +15,49 @@ from torch.func import jvp
 
 from lightning_struct.functional.checks import checked
 
+# Waves of a periodic coordinate that a network sees.
+_HARMONICS = 4
 
-class Derivatives(NamedTuple):
-    """A function's values at n points, and its derivatives by coordinate: all tensors are (n,).
+
+_ByCoordinate: TypeAlias = Mapping[int, Tensor]
+
+
+class _Derivatives(NamedTuple):
+    values: Tensor
+    first: _ByCoordinate
+    second: _ByCoordinate
+
+
+class Derivatives(_Derivatives):
+    """A function's values at n points, and its derivatives by coordinate: all tensors are (n,), or (n, k).
+
+    It unpacks as ``values, first, second``.
 
     Attributes:
         values: of the function.
         first: ∂u/∂x_i by i, for every coordinate that was asked for.
-        second: ∂²u/∂x_i² by i, for those that were asked for twice.
+        second: ∂²u/∂x_i² by i, for those that were asked for twice or thrice.
+        third: ∂³u/∂x_i³ by i, for those that were asked for thrice.
     """
 
-    values: Tensor
-    first: Mapping[int, Tensor]
-    second: Mapping[int, Tensor]
+    third: _ByCoordinate
+
+    def __new__(  # noqa: PYI034
+        cls, values: Tensor, first: _ByCoordinate, second: _ByCoordinate, third: _ByCoordinate = MappingProxyType({})
+    ) -> Derivatives:
+        derivatives = super().__new__(cls, values, first, second)
+        derivatives.third = third
+        return derivatives
 
 
 @runtime_checkable
 class DifferentiatesItself(Protocol):
     """A function with derivatives of its own, which :func:`partial_derivatives` then takes."""
 
-    def partial_derivatives(self, points: Tensor, once: Sequence[int], twice: Sequence[int]) -> Derivatives:
-        """The derivatives, as :func:`partial_derivatives` returns them."""
+    def partial_derivatives(
+        self, points: Tensor, once: Sequence[int], twice: Sequence[int], thrice: Sequence[int] = ()
+    ) -> Derivatives:
+        """The derivatives, as :func:`partial_derivatives` returns them; ``thrice`` comes only if it is not empty."""
 
 
 @runtime_checkable
@@ -45,25 +70,32 @@ class HasLaplacian(Protocol):
 
 @checked
 def partial_derivatives(
-    function: Callable[[Tensor], Tensor], points: Tensor, *, once: Sequence[int] = (), twice: Sequence[int] = ()
+    function: Callable[[Tensor], Tensor],
+    points: Tensor,
+    *,
+    once: Sequence[int] = (),
+    twice: Sequence[int] = (),
+    thrice: Sequence[int] = (),
 ) -> Derivatives:
-    """Values of a function at points, with its first and pure second derivatives along coordinates.
+    """Values of a function at points, with its first and pure second and third derivatives along coordinates.
 
-    The derivatives are taken forwards, by ``torch.func.jvp``, all points at once; they can be differentiated in the
-    function's parameters, by autograd and by ``torch.func``.
+    The derivatives are taken forwards, by ``torch.func.jvp``, all points and all outputs at once; they can be
+    differentiated in the function's parameters, by autograd and by ``torch.func``.
 
     Args:
-        function: maps points (n, d) to values (n,), each row by itself.
+        function: maps points (n, d) to values (n,), or (n, k) for k > 1 functions, each row by itself.
         points: (n, d), floating dtype.
         once: coordinates of first derivatives.
         twice: coordinates of first and second derivatives.
+        thrice: coordinates of first, second and third derivatives.
 
     Returns:
-        Derivatives: values (n,) and derivatives (n,) by coordinate, in the dtype of the values.
+        Derivatives: values and derivatives by coordinate, (n,) or (n, k), in the dtype of the values.
 
     Raises:
         TypeError: coordinates that are no list.
-        ValueError: the points are not (n, d), or have no such coordinate; the function's values are not (n,).
+        ValueError: the points are not (n, d), or have no such coordinate; the function's values are neither (n,) nor
+            (n, k) with k > 1.
 
     Example:
         >>> points = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -71,40 +103,40 @@ def partial_derivatives(
         >>> values, first[0], first[1], second[0]
         (tensor([ 2., 36.]), tensor([ 4., 24.]), tensor([1., 9.]), tensor([4., 8.]))
     """
-    _check_coordinates(points, once=once, twice=twice)
+    _check_coordinates(points, once=once, twice=twice, thrice=thrice)
     if isinstance(function, DifferentiatesItself):
-        return function.partial_derivatives(points, once, twice)
+        return function.partial_derivatives(points, once, twice, *([thrice] if thrice else []))
     if torch.is_inference_mode_enabled():  # in which derivatives are zero by torch 2.6
         with torch.inference_mode(False), torch.no_grad():
-            return partial_derivatives(function, points.clone(), once=once, twice=twice)
+            return partial_derivatives(function, points.clone(), once=once, twice=twice, thrice=thrice)
     values = function(points)
-    first: dict[int, Tensor] = {}
-    second: dict[int, Tensor] = {}
-    if values.shape != points.shape[:1]:
-        several = values.ndim == 2 and values.shape[1] > 1
-        remedy = "take them one by one, as lambda x: u(x)[:, 0]" if several else "squeeze its last dimension"
+    of_several = values.ndim == 2 and len(values) == len(points) and values.shape[1] > 1
+    if values.shape != points.shape[:1] and not of_several:
         returned = f"the function returns values {tuple(values.shape)} at {len(points)} points"
-        raise ValueError(f"{returned}, but must return one number for each: {remedy}")
-    for coordinate in twice:
-        along = _unit(points, coordinate)
+        raise ValueError(f"{returned}, but must return one number for each: squeeze its last dimension")
+    orders = {**dict.fromkeys(once, 1), **dict.fromkeys(twice, 2), **dict.fromkeys(thrice, 3)}
+    found: list[dict[int, Tensor]] = [{}, {}, {}]
+    for coordinate, order in orders.items():
+        for of_order, derivative in zip(found, _along(function, points, coordinate, order), strict=False):
+            of_order[coordinate] = derivative
+    return Derivatives(values, *found)
 
-        def slope(x: Tensor, along: Tensor = along) -> Tensor:
-            return jvp(function, (x,), (along,))[1]
 
-        slopes, curvatures = jvp(slope, (points,), (along,))[:2]
-        first[coordinate], second[coordinate] = slopes, curvatures
-    for coordinate in once:
-        if coordinate not in first:
-            first[coordinate] = jvp(function, (points,), (_unit(points, coordinate),))[1]
-    return Derivatives(values, first, second)
+def _along(function: Callable[[Tensor], Tensor], points: Tensor, coordinate: int, order: int) -> tuple[Tensor, ...]:
+    """The derivatives of orders 1 to ``order`` along a coordinate."""
+    along = _unit(points, coordinate)
+    if order == 1:
+        return (jvp(function, (points,), (along,))[1],)
+    lower, slopes = jvp(lambda x: _along(function, x, coordinate, order - 1), (points,), (along,))[:2]
+    return (*lower, slopes[-1])
 
 
 @checked
 def laplacian(function: Callable[[Tensor], Tensor], points: Tensor, coordinates: Sequence[int] | None = None) -> Tensor:
-    """Sum of the pure second derivatives of a function at points: (n,).
+    """Sum of the pure second derivatives of a function at points: (n,), or (n, k).
 
     Args:
-        function: maps points (n, d) to values (n,), each row by itself.
+        function: maps points (n, d) to values (n,), or (n, k) for k > 1 functions, each row by itself.
         points: (n, d), floating dtype.
         coordinates: those of space; None for all.
 
@@ -123,7 +155,12 @@ def laplacian(function: Callable[[Tensor], Tensor], points: Tensor, coordinates:
 
 
 def tanh_network_derivatives(
-    layers: Sequence[nn.Module], points: Tensor, once: Sequence[int], twice: Sequence[int]
+    layers: Sequence[nn.Module],
+    points: Tensor,
+    once: Sequence[int],
+    twice: Sequence[int],
+    thrice: Sequence[int] = (),
+    periodic: Sequence[int] = (),
 ) -> Derivatives:
     """Derivatives of ``Linear`` layers with ``Tanh`` between them, carried from layer to layer.
 
@@ -135,47 +172,79 @@ def tanh_network_derivatives(
         points: (n, d).
         once: coordinates of first derivatives.
         twice: coordinates of first and second derivatives.
+        thrice: coordinates of first, second and third derivatives.
+        periodic: coordinates that the layers see as :func:`periodic_inputs` has them.
 
     Raises:
         TypeError: another layer.
     """
-    coordinates = list(dict.fromkeys(chain(twice, once)))  # those of second derivatives come first
-    count = len(set(twice))
-    values, first, second = _through_tanh_network(layers, points, coordinates, lambda squares: squares[:count])
-    by_coordinate = dict(zip(coordinates, first, strict=True))
-    return Derivatives(values, by_coordinate, dict(zip(coordinates[:count], second, strict=True)))
+    coordinates = list(dict.fromkeys(chain(thrice, twice, once)))  # those of the highest derivatives come first
+    count, highest = len({*thrice, *twice}), len(set(thrice))
+    values, *orders = _through_tanh_network(
+        layers, points, coordinates, lambda squares: squares[:count], highest, periodic
+    )
+    return Derivatives(values[0], *(dict(zip(coordinates, order, strict=False)) for order in orders))
 
 
-def tanh_network_laplacian(layers: Sequence[nn.Module], points: Tensor, coordinates: Sequence[int]) -> Tensor:
+def tanh_network_laplacian(
+    layers: Sequence[nn.Module], points: Tensor, coordinates: Sequence[int], periodic: Sequence[int] = ()
+) -> Tensor:
     """:func:`laplacian` of such layers, carried as one sum: (n,).
 
     Args:
         layers: ``Linear`` and ``Tanh``, the last with one output.
         points: (n, d).
         coordinates: those of space, at least one.
+        periodic: coordinates that the layers see as :func:`periodic_inputs` has them.
 
     Raises:
         TypeError: another layer.
     """
-    return _through_tanh_network(layers, points, coordinates, lambda squares: squares.sum(0, keepdim=True))[2][0]
+    parts = _through_tanh_network(
+        layers, points, coordinates, lambda squares: squares.sum(0, keepdim=True), 0, periodic
+    )
+    return parts[2][0]
+
+
+def periodic_inputs(points: Tensor, periodic: Sequence[int]) -> Tensor:
+    """Points with cos πjx and sin πjx, j = 1 to 4, in place of each coordinate x with period 2: (n, d + 7 periodic)."""
+    waves = math.pi * torch.arange(1, _HARMONICS + 1, device=points.device, dtype=points.dtype)
+    columns = points.split(1, dim=1)
+    inputs = [[(x * waves).cos(), (x * waves).sin()] if i in periodic else [x] for i, x in enumerate(columns)]
+    return torch.cat(list(chain.from_iterable(inputs)), dim=1)
 
 
 def _through_tanh_network(
-    layers: Sequence[nn.Module], points: Tensor, coordinates: Sequence[int], of_squares: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Values (n,), first derivatives (k, n), and second derivatives or sums of them (c, n).
+    layers: Sequence[nn.Module],
+    points: Tensor,
+    coordinates: Sequence[int],
+    of_squares: Callable[[Tensor], Tensor],
+    thrice: int,
+    periodic: Sequence[int],
+) -> list[Tensor]:
+    """Values (1, n), first derivatives (k, n), second derivatives or sums of them (c, n), and third ones, if any.
 
     Args:
-        layers, points: see :func:`tanh_network_derivatives`.
+        layers, points, periodic: see :func:`tanh_network_derivatives`.
         coordinates: the k of the first derivatives.
         of_squares: linear map (k, n, units) -> (c, n, units), from the squares of first derivatives to those sums of
             them that drive the second derivatives.
+        thrice: number of the coordinates, from the first on, of third derivatives.
     """
-    first = points.new_zeros(len(coordinates), 1, points.shape[1])  # the same at all points, up to the first Tanh
-    for row, coordinate in enumerate(coordinates):
-        first[row, 0, coordinate] = 1.0
-    parts = [points[None], first, torch.zeros_like(of_squares(first))]
-    of_points = False
+    if periodic and coordinates:
+        inputs = partial(periodic_inputs, periodic=periodic)
+        along = [_along(inputs, points, coordinate, 3 if thrice else 2) for coordinate in coordinates]
+        first, second, *third = (torch.stack(order) for order in zip(*along, strict=True))
+        parts = [inputs(points)[None], first, of_squares(second), *(order[:thrice] for order in third)]
+    else:
+        value = periodic_inputs(points, periodic) if periodic else points
+        first = value.new_zeros(len(coordinates), 1, value.shape[1])  # the same at all points, up to the first Tanh
+        for row, coordinate in enumerate(coordinates):
+            first[row, 0, coordinate] = 1.0
+        parts = [value[None], first, torch.zeros_like(of_squares(first))]
+        if thrice:
+            parts.append(torch.zeros_like(first[:thrice]))
+    of_points = bool(periodic and coordinates)
     for layer in layers:
         if isinstance(layer, nn.Linear):
             if of_points and layer.out_features > 1:
@@ -185,15 +254,17 @@ def _through_tanh_network(
             if layer.bias is not None:
                 parts[0] = parts[0] + layer.bias
         elif isinstance(layer, nn.Tanh):
-            value, first, second = parts[0].tanh(), parts[1], parts[2]
+            value, first, second, *third = parts[0].tanh(), *parts[1:]
             slope = 1 - value * value
-            # (tanh z)'' = tanh' z'' + tanh'' (z')², tanh'' = -2 tanh tanh'
+            # (tanh z)'' = tanh' z'' + tanh'' (z')², tanh'' = -2 tanh tanh', and the third is (6 tanh² - 2) tanh'
             parts = [value, slope * first, slope * (second - 2 * value * of_squares(first * first))]
+            for z in third:
+                cubes = (6 * value * value - 2) * first[:thrice] ** 3
+                parts.append(slope * (z - 6 * value * first[:thrice] * second[:thrice] + cubes))
             of_points = True
         else:
             raise TypeError(f"only Linear and Tanh are differentiated so, not {type(layer).__name__}")
-    value, first, second = (part.squeeze(-1).expand(-1, len(points)) for part in parts)
-    return value[0], first, second
+    return [part.squeeze(-1).expand(-1, len(points)) for part in parts]
 
 
 def _check_coordinates(points: Tensor, **given: Sequence[int]) -> None:

@@ -116,6 +116,22 @@ class Box(Region):
         axes = [torch.linspace(low, high, along, dtype=torch.float64) for low, high in ends]
         return torch.cartesian_prod(*axes).reshape(-1, self.dimension)
 
+    def check_inside(self, points: Tensor, name: str) -> None:
+        """Refuse points outside of the box.
+
+        Args:
+            points: (n, d).
+            name: of the box.
+
+        Raises:
+            ValueError: names the box and the first point that is outside.
+        """
+        low, high = self.low.to(points), self.high.to(points)
+        outside = ((points < low) | (points > high)).any(1)
+        if outside.any():
+            at = points[outside][0].tolist()
+            raise ValueError(f"{name} is from {low.tolist()} to {high.tolist()}: the point {at} is outside of it")
+
 
 class Faces(Region):
     """Faces of a box, its boundary: points where one of the coordinates is at its lowest or highest value.
@@ -194,6 +210,11 @@ class DifferentialEquation(ABC):
         domain: where the solution is wanted.
         regions: where residuals are: a region by the name of each block. The block ``"interior"`` is the domain.
         coordinates: names of the coordinates of a point, for pictures.
+        time: index of the coordinate that is time, if the equation is to be solved in intervals of time, one after
+            another, from the block ``"initial"`` on. The conditions of that block hold at the beginning, are linear in
+            u, and depend on the point by its other coordinates alone; all others hold at all times. None by default.
+        periodic: coordinates in which the solution is periodic, with the domain as its period, for an equation with
+            ``time``. None by default.
 
     Example:
         An oscillator u'' + u = 0 with u = 0 and u' = 1 at time 0:
@@ -213,6 +234,8 @@ class DifferentialEquation(ABC):
     domain: Box
     regions: Mapping[str, Region]
     coordinates: tuple[str, ...]
+    time: int | None = None
+    periodic: Sequence[int] = ()
 
     @abstractmethod
     def residual(self, block: str, u: Field, points: Tensor) -> Tensor:
@@ -269,6 +292,20 @@ def check_equation(equation: object) -> None:
             f"{type(equation).__name__} has no {' and no '.join(missing)}: set them in the class, as "
             "domain = Box([0.0], [1.0]) and regions = {'interior': domain}"
         )
+    if (time := equation.time) is None:
+        return
+    name, dimension = type(equation).__name__, equation.domain.dimension
+    if not 0 <= time < dimension or not set(equation.periodic) <= set(range(dimension)) - {time}:
+        raise MisconfigurationException(
+            f"{name} has time={time} and periodic={equation.periodic}, which must be different ones of the coordinates "
+            f"0 to {dimension - 1} of its domain"
+        )
+    if "initial" not in equation.regions:
+        raise MisconfigurationException(f"{name} has time={time}, but no block 'initial' of conditions to begin with")
+    empty = [i for i in (time, *equation.periodic) if equation.domain.low[i] == equation.domain.high[i]]
+    if empty:
+        at, kind = equation.domain.low[empty[0]].item(), "interval of time" if empty[0] == time else "period"
+        raise MisconfigurationException(f"The {kind} of {name} has length zero: its domain begins and ends at {at:g}")
 
 
 class Poisson(DifferentialEquation):

@@ -5,7 +5,7 @@ from lightning_struct.models.classifier import Classifier, RLSClassifier, SHFCla
 from lightning_struct.models.compressible import CharacterTransformer, residual_network
 from lightning_struct.models.continual import ContinualClassifier
 from lightning_struct.models.language import LanguageModel, RecurrentNetwork
-from lightning_struct.models.pinn import PhysicsInformedNetwork, SHFPhysicsInformedNetwork, TanhNetwork
+from lightning_struct.models.pinn import IntervalNetwork, PhysicsInformedNetwork, SHFPhysicsInformedNetwork, TanhNetwork
 from lightning_struct.models.structured import (
     convolution_and_layer,
     lenet,
@@ -16,8 +16,8 @@ from lightning_struct.models.structured import (
 )
 
 __all__ = [
-    "Autoencoder", "CharacterTransformer", "Classifier", "ContinualClassifier", "LanguageModel",
-    "PhysicsInformedNetwork", "RLSClassifier", "RecurrentNetwork", "SHFAutoencoder", "SHFClassifier",
+    "Autoencoder", "CharacterTransformer", "Classifier", "ContinualClassifier", "IntervalNetwork",
+    "LanguageModel", "PhysicsInformedNetwork", "RLSClassifier", "RecurrentNetwork", "SHFAutoencoder", "SHFClassifier",
     "SHFPhysicsInformedNetwork", "TanhNetwork", "convolution_and_layer", "fully_connected", "lenet", "mini_vgg",
     "pruned", "residual_network", "single_hidden_layer", "structured_in_place_of_convolution", "unbiased_linear",
 ]  # fmt: skip

@@ -1,6 +1,8 @@
 """Physics-informed networks: the solution of an equation as a network, trained on the equation's residuals."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -12,13 +14,18 @@ from lightning_struct.collective import all_reduce
 from lightning_struct.data.equations import DifferentialEquation, check_equation
 from lightning_struct.functional.jacobian.derivatives import (
     Derivatives,
+    periodic_inputs,
     tanh_network_derivatives,
     tanh_network_laplacian,
 )
 from lightning_struct.mixins.shf import SHFOptimization
 from lightning_struct.models.training import Task, check_train_loss
 from lightning_struct.optim.shf import SHF
+from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.namespaces import MisconfigurationException
+
+# Factor of the residuals of conditions in an interval: their errors go on to all later times.
+_OF_CONDITIONS = 10.0
 
 
 class TanhNetwork(nn.Module):
@@ -27,6 +34,7 @@ class TanhNetwork(nn.Module):
     Args:
         dimension: coordinates of a point.
         hidden_sizes: units of the hidden layers.
+        periodic: coordinates x with period 2: the layers see cos πjx and sin πjx, j = 1 to 4, in their place.
 
     Example:
         >>> network = TanhNetwork(2, [20, 20, 20])
@@ -34,23 +42,163 @@ class TanhNetwork(nn.Module):
         (torch.Size([5]), 921)
     """
 
-    def __init__(self, dimension: int, hidden_sizes: Sequence[int]) -> None:
+    def __init__(self, dimension: int, hidden_sizes: Sequence[int], periodic: Sequence[int] = ()) -> None:
         super().__init__()
-        sizes = [dimension, *hidden_sizes, 1]
+        self.periodic = tuple(periodic)
+        inputs = periodic_inputs(torch.zeros(1, dimension), self.periodic).shape[1]
+        sizes = [inputs, *hidden_sizes, 1]
         layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.Tanh())]
         self.layers = nn.Sequential(*layers[:-1])
 
     def forward(self, points: Tensor) -> Tensor:
         """Values (n,) at points (n, d)."""
-        return self.layers(points).squeeze(-1)
+        return self.layers(periodic_inputs(points, self.periodic) if self.periodic else points).squeeze(-1)
 
-    def partial_derivatives(self, points: Tensor, once: Sequence[int], twice: Sequence[int]) -> Derivatives:
+    def partial_derivatives(
+        self, points: Tensor, once: Sequence[int], twice: Sequence[int], thrice: Sequence[int] = ()
+    ) -> Derivatives:
         """Derivatives in the coordinates, see :func:`~lightning_struct.functional.partial_derivatives`."""
-        return tanh_network_derivatives(list(self.layers), points, once, twice)
+        return tanh_network_derivatives(list(self.layers), points, once, twice, thrice, self.periodic)
 
     def laplacian(self, points: Tensor, coordinates: Sequence[int]) -> Tensor:
         """Sum of the second derivatives along coordinates, see :func:`~lightning_struct.functional.laplacian`."""
-        return tanh_network_laplacian(list(self.layers), points, coordinates)
+        return tanh_network_laplacian(list(self.layers), points, coordinates, self.periodic)
+
+
+class _Interval:
+    """The function of one interval of time: a network of coordinates that are -1 to 1 there."""
+
+    def __init__(self, network: TanhNetwork, scales: tuple[Tensor, Tensor, Tensor], number: Tensor | int) -> None:
+        self._network, self._scales, self._number = network, scales, number
+
+    def __call__(self, points: Tensor) -> Tensor:
+        return self._network(self._local(points))
+
+    def partial_derivatives(
+        self, points: Tensor, once: Sequence[int], twice: Sequence[int], thrice: Sequence[int] = ()
+    ) -> Derivatives:
+        found = self._network.partial_derivatives(self._local(points), once, twice, thrice)
+        rates = self._scales[1].to(points)
+        orders = enumerate((found.first, found.second, found.third), start=1)
+        scaled = ({i: rates[i] ** order * numbers for i, numbers in of.items()} for order, of in orders)
+        return Derivatives(found.values, *scaled)
+
+    def _local(self, points: Tensor) -> Tensor:
+        low, rates, step = (scale.to(points) for scale in self._scales)
+        return (points - low) * rates - (1 + self._number * step)
+
+
+class IntervalNetwork(nn.Module):
+    """A function of points in space and time: a :class:`TanhNetwork` for each of several equal intervals of time.
+
+    The networks are trained one after another. Each begins as a copy of the last one, and its initial condition is the
+    end of that: the residuals of the block ``"initial"`` are those of the new network minus those of the last one, at
+    the time where they meet. Wrong solutions whose residuals are small at late times cannot arise so.
+
+    Args:
+        equation: has a ``time``, and says which coordinates are ``periodic``.
+        hidden_sizes: units of the hidden layers of each network.
+        intervals: their number.
+
+    Attributes:
+        current: the network that is trained.
+        number: of its interval, ().
+
+    Raises:
+        MisconfigurationException: the equation has no time; fewer than one interval.
+
+    Example:
+        >>> from lightning_struct.data import VanDerPol
+        >>> network = IntervalNetwork(VanDerPol(), [8], intervals=5)
+        >>> network(torch.tensor([[0.0], [9.5]])).shape
+        torch.Size([2])
+    """
+
+    number: Tensor
+
+    def __init__(self, equation: DifferentialEquation, hidden_sizes: Sequence[int], intervals: int = 10) -> None:
+        super().__init__()
+        check_counts(intervals=intervals)
+        if equation.time is None:
+            raise MisconfigurationException(
+                f"{type(equation).__name__} has no time whose intervals could be solved: set time in the class, the "
+                "index of that coordinate, or give hidden_sizes in place of this network"
+            )
+        low, high = equation.domain.low, equation.domain.high
+        self.time, self.intervals = equation.time, intervals
+        is_time = (torch.arange(len(low)) == self.time).double()
+        self._begin, self._length = low[self.time].item(), (high - low)[self.time].item() / intervals
+        # float64 whatever the network: an interval ends where the next one begins
+        self._scales = low, 2 * (1 + (intervals - 1) * is_time) / (high - low), 2 * is_time
+        self.current = TanhNetwork(equation.domain.dimension, hidden_sizes, equation.periodic)
+        self.last = _with_fixed_weights(self.current)
+        self.finished = nn.ModuleList(_with_fixed_weights(self.current) for _ in range(intervals - 1))
+        self.register_buffer("number", torch.zeros((), dtype=torch.long))
+
+    def forward(self, points: Tensor) -> Tensor:
+        """Values (n,) at points (n, d); after the interval that is trained they are those of its network."""
+        return self._chosen(points, [u(points) for u in self._functions()])
+
+    def partial_derivatives(
+        self, points: Tensor, once: Sequence[int], twice: Sequence[int], thrice: Sequence[int] = ()
+    ) -> Derivatives:
+        """Derivatives in the coordinates, see :func:`~lightning_struct.functional.partial_derivatives`."""
+        found = [u.partial_derivatives(points, once, twice, thrice) for u in self._functions()]
+        orders = ([getattr(of_one, order) for of_one in found] for order in ("first", "second", "third"))
+        chosen = ({i: self._chosen(points, [at[i] for at in of]) for i in of[0]} for of in orders)
+        return Derivatives(self._chosen(points, [of_one.values for of_one in found]), *chosen)
+
+    def residuals(self, equation: DifferentialEquation, points: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Residuals by block of the network that is trained, at points of the domain moved into its interval.
+
+        Those of conditions are multiplied by ten.
+        """
+        moved = {block: self._moved(at) for block, at in points.items()}
+        residuals = equation.residuals(self._interval(self.current, self.number), moved)
+        if "initial" in residuals:
+            last = equation.residual("initial", self._interval(self.last, self.number - 1), moved["initial"])
+            residuals["initial"] = residuals["initial"] - (self.number > 0) * last
+        return {block: r if block == "interior" else _OF_CONDITIONS * r for block, r in residuals.items()}
+
+    def advance(self) -> None:
+        """Go on to the next interval, if there is one."""
+        number = int(self.number)
+        if number == self.intervals - 1:
+            return
+        for network in (self.last, self.finished[number]):
+            for fixed, weights in zip(network.buffers(), self.current.parameters(), strict=True):
+                fixed.copy_(weights.detach())
+        self.number += 1
+
+    def _moved(self, points: Tensor) -> Tensor:
+        before, t, after = points.tensor_split((self.time, self.time + 1), dim=1)
+        return torch.cat(
+            [before, self._begin + (t - self._begin) / self.intervals + self.number * self._length, after], dim=1
+        )
+
+    def _interval(self, network: Any, number: Tensor | int) -> _Interval:
+        return _Interval(network, self._scales, number)
+
+    def _functions(self) -> list[_Interval]:
+        number = int(self.number)
+        return [self._interval(network, i) for i, network in enumerate([*self.finished[:number], self.current])]
+
+    def _chosen(self, points: Tensor, values: Sequence[Tensor]) -> Tensor:
+        """Select, from values by interval, those at the times of the points."""
+        chosen = values[0]
+        for number, of_interval in enumerate(values[1:], start=1):
+            chosen = torch.where(points[:, self.time] >= self._begin + number * self._length, of_interval, chosen)
+        return chosen
+
+
+def _with_fixed_weights(network: TanhNetwork) -> TanhNetwork:
+    """A copy whose weights are buffers: no optimizer sees them, and a checkpoint has them."""
+    network = deepcopy(network)
+    for module in network.modules():
+        for name, weights in list(module.named_parameters(recurse=False)):
+            delattr(module, name)
+            module.register_buffer(name, weights.detach())
+    return network
 
 
 class PhysicsInformedNetwork(Task):
@@ -114,7 +262,7 @@ class PhysicsInformedNetwork(Task):
                 f"{network}"
             )
         self.equation = equation
-        self.network = network or TanhNetwork(equation.domain.dimension, hidden_sizes or [])
+        self.network = network or make_network(equation, hidden_sizes or [])
         self._squared_error: Tensor | None = None
 
     def setup(self, stage: str) -> None:
@@ -130,7 +278,22 @@ class PhysicsInformedNetwork(Task):
 
     def forward(self, points: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Residuals at points (n, d) by block: (n,), or (n, k) where a point has k conditions."""
+        if self.training and isinstance(self.network, IntervalNetwork):
+            return self.network.residuals(self.equation, points)
         return self.equation.residuals(self.network, points)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if isinstance(self.network, IntervalNetwork):
+            steps = self.trainer.estimated_stepping_batches
+            if math.isinf(steps):
+                raise MisconfigurationException(
+                    f"{type(self.equation).__name__} is solved in {self.network.intervals} intervals of time, which "
+                    "share the steps of the fit: give the Trainer max_steps or max_epochs, also beside max_time"
+                )
+            # the first network has two shares of the steps: it begins at random, and its errors go on to all others
+            reached = self.trainer.global_step * (self.network.intervals + 1) // int(steps) - 1
+            for _ in range(int(self.network.number), reached):
+                self.network.advance()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = sum(self.block_losses(batch).values(), start=torch.zeros((), device=self.device))
@@ -145,6 +308,8 @@ class PhysicsInformedNetwork(Task):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The field: (n, d + 1), the coordinates of points (n, d) and the value there, or (n, d + k)."""
         points = batch if isinstance(batch, Tensor) else batch[0]
+        if isinstance(self.network, IntervalNetwork):
+            self.equation.domain.check_inside(points, f"The domain of {type(self.equation).__name__}")
         return torch.cat([points, self.network(points).reshape(len(points), -1)], dim=1)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -176,6 +341,13 @@ class PhysicsInformedNetwork(Task):
             self.log("relative_l2_error", (error / size).sqrt(), prog_bar=True, sync_dist=True)  # the same on all
 
     on_test_epoch_end = on_validation_epoch_end
+
+
+def make_network(equation: DifferentialEquation, hidden_sizes: Sequence[int]) -> TanhNetwork | IntervalNetwork:
+    """The network for an equation: in intervals of time, if it has one."""
+    if equation.time is None:
+        return TanhNetwork(equation.domain.dimension, hidden_sizes)
+    return IntervalNetwork(equation, hidden_sizes)
 
 
 def shf_of_residuals(module: nn.Module) -> SHF:

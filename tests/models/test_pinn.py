@@ -4,13 +4,24 @@ from typing import ClassVar
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_struct import SHF
-from lightning_struct.data import Box, Burgers, DifferentialEquation, Heat, PointsDataModule, Poisson
+from lightning_struct.data import (
+    Box,
+    Burgers,
+    Convection,
+    DifferentialEquation,
+    Heat,
+    PointsDataModule,
+    Poisson,
+    VanDerPol,
+    Wave,
+)
 from lightning_struct.functional import partial_derivatives
-from lightning_struct.models import PhysicsInformedNetwork, SHFPhysicsInformedNetwork, TanhNetwork
+from lightning_struct.models import IntervalNetwork, PhysicsInformedNetwork, SHFPhysicsInformedNetwork, TanhNetwork
 from tests.mixins.helpers import make_trainer
 from tests.processes import two_processes
 
@@ -283,3 +294,73 @@ def test_two_processes_draw_the_same_points_and_take_the_step_of_all_of_them(tmp
     one, first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("1_0", "2_0", "2_1"))
     assert all(torch.equal(first[name], second[name]) for name in one)
     assert all(torch.allclose(one[name], first[name], rtol=0, atol=1e-9) for name in one)
+
+
+def in_intervals(equation, intervals, number):
+    """A network of different functions in the first intervals, in float64."""
+    network = IntervalNetwork(equation, [6], intervals).double()
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(number):
+        network.advance()
+        with torch.no_grad():
+            for weights in network.current.parameters():
+                weights += torch.randn(weights.shape, generator=generator)
+    return network
+
+
+@pytest.mark.parametrize(("equation", "later"), [(Wave(), 0.25), (Convection(), 0.25), (VanDerPol(), 2.5)], ids=str)
+def test_points_of_the_domain_stand_for_those_of_an_interval(equation, later):
+    network = in_intervals(equation, 4, 1)
+    points = {name: at.double() for name, at in points_of(equation).items()}
+    inside = points["interior"].clone()
+    inside[:, equation.time] = later + inside[:, equation.time] / 4
+    residuals = PhysicsInformedNetwork(equation, network=network)({**points})
+    expected = equation.residual("interior", lambda x: network(x), inside)  # its derivatives by torch
+    torch.testing.assert_close(residuals["interior"], expected)
+    start = points["initial"].clone()
+    start[:, equation.time] = later
+    earlier = in_intervals(equation, 4, 0)
+    earlier.current.load_state_dict(network.finished[0].state_dict())
+    jump = equation.residual("initial", network, start) - equation.residual("initial", earlier, start)
+    torch.testing.assert_close(residuals["initial"], 10 * jump)
+
+
+def test_evaluation_is_over_all_intervals():
+    equation = Convection()
+    model = PhysicsInformedNetwork(equation, network=in_intervals(equation, 4, 2)).eval()
+    points = equation.domain.sample(50, torch.Generator().manual_seed(0))
+    residual = model({"interior": points})["interior"]
+    torch.testing.assert_close(residual, equation.residual("interior", lambda x: model.network(x), points))
+    with pytest.raises(ValueError, match=r"domain of Convection is from .*: the point \[7.0, 0.5\] is outside"):
+        model.predict_step(torch.tensor([[1.0, 0.5], [7.0, 0.5]]), 0)
+
+
+def fit_oscillator(tmp_path, ckpt_path=None, **options):
+    torch.manual_seed(0)
+    data = PointsDataModule(VanDerPol(), {"interior": 20, "initial": 1}, steps_per_epoch=4, eval_count=20)
+    model = SHFPhysicsInformedNetwork(VanDerPol(), hidden_sizes=[4])
+    make_trainer(tmp_path, precision="64-true", **options).fit(model, datamodule=data, ckpt_path=ckpt_path)
+    return model
+
+
+def test_intervals_share_the_steps_of_a_fit_that_may_be_resumed(tmp_path):
+    keep_all = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1)
+    model = fit_oscillator(tmp_path, max_epochs=5, callbacks=[keep_all], enable_checkpointing=True)
+    assert model.network.number == 9
+    number = torch.load(tmp_path / "step=12.ckpt")["state_dict"]["network.number"]
+    assert number == 5
+    resumed = fit_oscillator(tmp_path, ckpt_path=tmp_path / "step=12.ckpt", max_epochs=5)
+    ours, theirs = resumed.state_dict(), model.state_dict()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_intervals_need_the_number_of_steps(tmp_path):
+    with pytest.raises(
+        MisconfigurationException, match="VanDerPol is solved in 10 intervals .* max_steps or max_epochs"
+    ):
+        fit_oscillator(tmp_path, max_epochs=-1, max_time="00:00:01:00")
+
+
+def test_intervals_of_an_equation_without_time_are_refused():
+    with pytest.raises(MisconfigurationException, match="Poisson has no time .* set time in the class"):
+        IntervalNetwork(Poisson(2), [4])

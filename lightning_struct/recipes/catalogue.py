@@ -13,6 +13,7 @@ RLS_PAPER = "Zhang et al., Revisiting Recursive Least Squares for Training Deep 
 LDR_PAPER = "Thomas et al., Learning Compressed Transforms with Low Displacement Rank (LDR)"
 PINN_PAPER = "Dangel, Müller & Zeinhofer, Kronecker-Factored Approximate Curvature for Physics-Informed Neural Networks"
 BURGERS_PAPER = "Raissi, Perdikaris & Karniadakis, Physics-Informed Neural Networks"
+KDV_PAPER = "Zabusky & Kruskal, Interaction of 'Solitons' in a Collisionless Plasma"
 NO_PAPER = "no paper: an example of this package"
 
 
@@ -99,6 +100,9 @@ def _equation(trains: str, paper: str, section: str, *fewer: str) -> Recipe:
     )  # fmt: skip
 
 
+FEW_IN_INTERVALS = ("--data.counts={interior: 200, initial: 50}", "--data.steps_per_epoch=20")
+
+
 def _structured(trains: str, section: str, data: str, data_class: str, quick: tuple[str, ...]) -> Recipe:
     return Recipe(trains, LDR_PAPER, section, data, "Classifier", data_class, STRUCTURED_CLASSIFIER, "ldr_sd", quick)
 
@@ -154,6 +158,12 @@ RECIPES: Mapping[str, Recipe] = {
     "burgers_pinn": _equation(
         "2-20-20-20-1 for Burgers'", BURGERS_PAPER, "section 3",
         "--data.counts={interior: 400, boundary: 40, initial: 80}",
+    ),
+    "allen_cahn_pinn": _equation(
+        "9-16-16-1 in ten intervals of time for the Allen-Cahn", BURGERS_PAPER, "section 3.2", *FEW_IN_INTERVALS
+    ),
+    "kdv_pinn": _equation(
+        "9-16-16-1 in ten intervals of time for the Korteweg-de Vries", KDV_PAPER, "equation (1)", *FEW_IN_INTERVALS
     ),
 }  # fmt: skip
 

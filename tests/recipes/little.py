@@ -28,6 +28,8 @@ DATA = {
     "poisson_pinn": [*POINTS, "--data.redraw_every_n_steps=2", "--data.counts={interior: 12, boundary: 6}"],
     "heat_pinn": THREE_REGIONS,
     "burgers_pinn": THREE_REGIONS,
+    "allen_cahn_pinn": [*POINTS, "--data.counts={interior: 12, initial: 6}"],
+    "kdv_pinn": [*POINTS, "--data.counts={interior: 12, initial: 6}"],
 }
 LITTLE = {name: [*DATA[name], *SMALL.get(name, [])] for name in RECIPES}
 SHIPPED = [(name, way) for name in RECIPES for way in config_names(name)]

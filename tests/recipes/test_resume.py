@@ -21,7 +21,13 @@ from lightning_struct.recipes.checkpoints import (
 )
 from tests.recipes.little import LITTLE, QUIET, synthetic
 
-ALIKE = ("mnist_autoencoder", "usps_autoencoder", "heat_pinn", "burgers_pinn")  # others are the same but for the data
+ALIKE = (
+    "mnist_autoencoder",
+    "usps_autoencoder",
+    "heat_pinn",
+    "burgers_pinn",
+    "kdv_pinn",
+)  # others are the same but for the data
 CASES = [
     *((recipe, None) for recipe in RECIPES if recipe not in ALIKE),
     ("curves_autoencoder", "adam"),

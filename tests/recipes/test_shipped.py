@@ -7,7 +7,7 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 
-from lightning_struct.data import Burgers, Heat, Poisson
+from lightning_struct.data import AllenCahn, Burgers, Heat, KortewegDeVries, Poisson
 from lightning_struct.models import RLSClassifier, SHFPhysicsInformedNetwork
 from lightning_struct.models.structured import LayerOfSizes
 from lightning_struct.optim import RLS, LowRankP
@@ -26,7 +26,13 @@ ENCODERS = {  # Table 1
     "mnist_autoencoder": [784, 1000, 500, 250, 30],
     "usps_autoencoder": [256, 400, 200, 100, 50, 25],
 }
-EQUATIONS = {"poisson_pinn": Poisson, "heat_pinn": Heat, "burgers_pinn": Burgers}
+EQUATIONS = {
+    "poisson_pinn": Poisson,
+    "heat_pinn": Heat,
+    "burgers_pinn": Burgers,
+    "allen_cahn_pinn": AllenCahn,
+    "kdv_pinn": KortewegDeVries,
+}
 PARAMETERS = {
     "structured_image": {  # of the hidden layer and the output: Tables 1, 8 and 9
         **dict.fromkeys(("ldr_td", "toeplitz_like", "hankel_like", "vandermonde_like", "cauchy_like"), 14_122),

@@ -68,7 +68,7 @@ class TanhNetwork(nn.Module):
 class _Interval:
     """The function of one interval of time: a network of coordinates that are -1 to 1 there."""
 
-    def __init__(self, network: TanhNetwork, scales: tuple[Tensor, Tensor, Tensor], number: Tensor | int) -> None:
+    def __init__(self, network: TanhNetwork, scales: Sequence[list[float]], number: Tensor | int) -> None:
         self._network, self._scales, self._number = network, scales, number
 
     def __call__(self, points: Tensor) -> Tensor:
@@ -78,13 +78,13 @@ class _Interval:
         self, points: Tensor, once: Sequence[int], twice: Sequence[int], thrice: Sequence[int] = ()
     ) -> Derivatives:
         found = self._network.partial_derivatives(self._local(points), once, twice, thrice)
-        rates = self._scales[1].to(points)
+        rates = self._scales[1]
         orders = enumerate((found.first, found.second, found.third), start=1)
         scaled = ({i: rates[i] ** order * numbers for i, numbers in of.items()} for order, of in orders)
         return Derivatives(found.values, *scaled)
 
     def _local(self, points: Tensor) -> Tensor:
-        low, rates, step = (scale.to(points) for scale in self._scales)
+        low, rates, step = (torch.tensor(scale, dtype=points.dtype, device=points.device) for scale in self._scales)
         return (points - low) * rates - (1 + self._number * step)
 
 
@@ -128,8 +128,9 @@ class IntervalNetwork(nn.Module):
         self.time, self.intervals = equation.time, intervals
         is_time = (torch.arange(len(low)) == self.time).double()
         self._begin, self._length = low[self.time].item(), (high - low)[self.time].item() / intervals
-        # float64 whatever the network: an interval ends where the next one begins
-        self._scales = low, 2 * (1 + (intervals - 1) * is_time) / (high - low), 2 * is_time
+        rates = 2 * (1 + (intervals - 1) * is_time) / (high - low)
+        # numbers whatever the dtype of the network: an interval ends where the next one begins
+        self._scales = [scale.tolist() for scale in (low, rates, 2 * is_time)]
         self.current = TanhNetwork(equation.domain.dimension, hidden_sizes, equation.periodic)
         self.last = _with_fixed_weights(self.current)
         self.finished = nn.ModuleList(_with_fixed_weights(self.current) for _ in range(intervals - 1))

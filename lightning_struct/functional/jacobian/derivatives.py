@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -206,12 +205,26 @@ def tanh_network_laplacian(
     return parts[2][0]
 
 
-def periodic_inputs(points: Tensor, periodic: Sequence[int]) -> Tensor:
-    """Points with cos πjx and sin πjx, j = 1 to 4, in place of each coordinate x with period 2: (n, d + 7 periodic)."""
+def periodic_inputs(points: Tensor, periodic: Sequence[int], along: int | None = None, order: int = 0) -> Tensor:
+    """Points with cos πjx and sin πjx, j = 1 to 4, in place of each coordinate x with period 2: (n, d + 7 periodic).
+
+    Args:
+        points: (n, d).
+        periodic: the coordinates with period 2.
+        along: coordinate of the derivative; None for the values themselves.
+        order: of the derivative.
+    """
     waves = math.pi * torch.arange(1, _HARMONICS + 1, device=points.device, dtype=points.dtype)
-    columns = points.split(1, dim=1)
-    inputs = [[(x * waves).cos(), (x * waves).sin()] if i in periodic else [x] for i, x in enumerate(columns)]
-    return torch.cat(list(chain.from_iterable(inputs)), dim=1)
+    inputs = []
+    for i, x in enumerate(points.split(1, dim=1)):
+        if along is not None and along % points.shape[1] != i:
+            inputs.append(x.new_zeros(len(x), 2 * _HARMONICS if i in periodic else 1))
+        elif i in periodic:
+            angles = x * waves + order * math.pi / 2  # each derivative turns cosine and sine by a quarter
+            inputs += [waves**order * angles.cos(), waves**order * angles.sin()]
+        else:
+            inputs.append(torch.full_like(x, float(order == 1)) if order else x)
+    return torch.cat(inputs, dim=1)
 
 
 def _through_tanh_network(
@@ -232,10 +245,10 @@ def _through_tanh_network(
         thrice: number of the coordinates, from the first on, of third derivatives.
     """
     if periodic and coordinates:
-        inputs = partial(periodic_inputs, periodic=periodic)
-        along = [_along(inputs, points, coordinate, 3 if thrice else 2) for coordinate in coordinates]
-        first, second, *third = (torch.stack(order) for order in zip(*along, strict=True))
-        parts = [inputs(points)[None], first, of_squares(second), *(order[:thrice] for order in third)]
+        orders = range(1, 4 if thrice else 3)
+        along = [[periodic_inputs(points, periodic, i, order) for i in coordinates] for order in orders]
+        first, second, *third = map(torch.stack, along)
+        parts = [periodic_inputs(points, periodic)[None], first, of_squares(second), *(z[:thrice] for z in third)]
     else:
         value = periodic_inputs(points, periodic) if periodic else points
         first = value.new_zeros(len(coordinates), 1, value.shape[1])  # the same at all points, up to the first Tanh

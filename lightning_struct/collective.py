@@ -1,7 +1,5 @@
 """Sums over the processes of torch.distributed; with one process, nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

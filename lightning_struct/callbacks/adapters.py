@@ -1,7 +1,5 @@
 """Checkpoints of a model with adapters, without the frozen weights."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

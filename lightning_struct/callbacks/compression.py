@@ -1,7 +1,5 @@
 """Compression of the trained module in the middle of a fit."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The Levenberg-Marquardt rule as a callback."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

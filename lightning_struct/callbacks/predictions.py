@@ -1,7 +1,5 @@
 """Predictions of a Trainer, in a file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any

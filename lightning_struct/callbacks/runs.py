@@ -1,7 +1,5 @@
 """The run of a callback: whether another one begins, and the values logged in it since the last look."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from typing import Any

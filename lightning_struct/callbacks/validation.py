@@ -1,7 +1,5 @@
 """Validation for callbacks: the monitored value, the validations that count, and each process's share of the data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from itertools import islice

@@ -1,7 +1,5 @@
 """Stopping on the validation merit, with the best weights put back."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Differential equations with their conditions: the regions in which they hold, and residuals of a function there."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Equations of evolution in time, whose solutions are closed forms or are integrated once, when they are first used."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Points of a differential equation's regions, drawn anew while a network is trained on them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 

@@ -1,7 +1,5 @@
 """Checks of values at a boundary, the errors that they raise, and warnings."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable

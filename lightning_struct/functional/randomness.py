@@ -1,7 +1,5 @@
 """Random signs; and the state of the random generators, kept and put back, so that dropout repeats its masks."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Iterator

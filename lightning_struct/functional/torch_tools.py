@@ -4,8 +4,6 @@ The private names are used here alone and were checked with torch 2.6 to 2.15. F
 torch's ecosystem reads (``_parameters``, ``_buffers``, ``_version``) are read where they are needed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

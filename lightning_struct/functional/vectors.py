@@ -1,7 +1,5 @@
 """Vectors of the solvers: a tensor or a dict of tensors, seen as a list of tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """The part that the mixins share: manual optimization by one optimizer, and its requirements."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Adapters in files: their weights, and a description from which they are made anew beside the same base."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

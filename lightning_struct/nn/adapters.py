@@ -1,7 +1,5 @@
 """Adapters: structured matrices that are trained beside the frozen weights of a model, and merged into them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ rows below it. Two things help.
   of A (:class:`BalancedCoordinates`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Attention whose projections are layers of any kind."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

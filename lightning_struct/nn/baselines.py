@@ -1,7 +1,5 @@
 """Baselines of the papers: circulant and pruned matrices, fewer hidden units, sparse initial weights."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Candidates for the layers of a model, and the choice among them within a number of parameters or a loss."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

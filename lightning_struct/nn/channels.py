@@ -1,7 +1,5 @@
 """Linear layers between the channels of images, of each pixel or of patches: convolutions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

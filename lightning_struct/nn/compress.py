@@ -1,7 +1,5 @@
 """Compression of a trained model to a size or a loss: which layers, which class and which rank, by their cost."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """Blocks of structured matrices between channels, and the replacement of convolutions by them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any

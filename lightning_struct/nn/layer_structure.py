@@ -1,7 +1,5 @@
 """Compressed models in files: their structure as plain data, and copies for inference."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """An LSTM with structured matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, get_args

@@ -1,7 +1,5 @@
 """Replacement of the linear layers of a model by structured ones."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """Reports: structured and other layers of a model, and the sensitivity of a matrix to its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import groupby
 from typing import Any

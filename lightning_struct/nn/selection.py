@@ -1,7 +1,5 @@
 """Which modules of a model are meant, by names, patterns, modules, classes and functions."""
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase

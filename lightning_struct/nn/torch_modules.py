@@ -1,7 +1,5 @@
 """Attachments of torch to modules, and its tracers: hooks, parametrizations, buffers, scripts."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

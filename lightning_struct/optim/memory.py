@@ -1,7 +1,5 @@
 """Free memory for the state of an optimizer, and the error if it does not suffice."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path

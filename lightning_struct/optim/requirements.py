@@ -1,7 +1,5 @@
 """Code that both optimizers share: checks of the module and its weights, and copies of an optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any

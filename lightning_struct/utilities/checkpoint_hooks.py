@@ -3,8 +3,6 @@
 Lightning asks callbacks neither if weights alone are saved nor before weights are loaded, but always the module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

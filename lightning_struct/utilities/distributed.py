@@ -1,7 +1,5 @@
 """Lightning's strategies: the processes that read different batches, and the strategies that shard the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

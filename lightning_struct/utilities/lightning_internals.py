@@ -1,7 +1,5 @@
 """The only place that touches private fields of Lightning. Checked with Lightning 2.6.0 and 2.6.6."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The callback: a batch that grows by the noise of the gradient, by validation, or by a schedule."""
 
-from __future__ import annotations
-
 import math
 from numbers import Real
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The parts of one fit: hooks in the Trainer, values to log, and the batch under way."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 The other way, larger batches, is in ``loader_growth``.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ The rate follows the batch size in the steps of the optimizers alone. Schedulers
 by the time of batches of the first size.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Sequence

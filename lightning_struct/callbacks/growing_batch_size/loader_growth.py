@@ -1,7 +1,5 @@
 """Larger batches from the training loaders, within the running epoch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """The measuring of the steps of a fit: by the module itself, by an estimator, or not at all."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar

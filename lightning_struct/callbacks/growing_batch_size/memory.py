@@ -1,7 +1,5 @@
 """Batches that are trained on in parts, as far as the memory of the device needs it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal

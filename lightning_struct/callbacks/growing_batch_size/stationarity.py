@@ -3,8 +3,6 @@
 Only if noise undoes the descent is a larger batch worth its samples; and only if the loss does not grow with the batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from itertools import pairwise

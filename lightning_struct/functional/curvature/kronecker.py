@@ -8,8 +8,6 @@ and G the sum, as in Grosse & Martens 2016). This is exact in expectation for on
 and f are independent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple

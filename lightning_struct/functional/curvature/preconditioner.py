@@ -1,7 +1,5 @@
 """Diagonals of the curvature, and the right preconditioners made of them (section 4.4)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ the network again in each of them, as forward-over-reverse differentiation does,
     u  ->  Jᵀ u     ``Linearization.vjp``     (Algorithm 5)
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping

@@ -6,8 +6,6 @@ that only reshape; the chain may stand in any ``forward``, and a layer may be us
 another. Activations and their derivatives are kept, so a product costs its matrix products and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ normalisations through tens of small operations, and those of convolutions compu
 :func:`layer_derivatives` these layers return the same outputs, and the classes below give their derivatives.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A network at one point: its outputs, and the products with their Jacobian in the weights."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TypeAlias

@@ -5,8 +5,6 @@ the outputs, the Gauss-Newton matrix is then (SᵀJ)ᵀ(SᵀJ) and the gradient 
 squared error S = I and r is the residual.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 

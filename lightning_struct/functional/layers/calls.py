@@ -1,7 +1,5 @@
 """One call of a layer: its inputs and outputs, and the gradients that came back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeAlias

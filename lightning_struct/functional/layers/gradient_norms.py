@@ -4,8 +4,6 @@
 pass shows of each layer: its inputs and the cotangents of its outputs.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Inputs and cotangents of a network's layers, in one pass for given cotangents of its outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace

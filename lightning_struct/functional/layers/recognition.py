@@ -11,8 +11,6 @@ Each configuration of each type is tried once. Layers that have other layers bel
 that couple the samples of a batch; a layer that raises an error is not recognised.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy

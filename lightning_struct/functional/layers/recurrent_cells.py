@@ -6,8 +6,6 @@ products with the recurrent weight and a few elementwise operations for each ste
 the states of the pass is computed for all steps at once.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Residuals of a module in blocks, and f = Σ_b w_b ½ mean_i r²_{b,i} of them: nonlinear least squares."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ outer products over the multiplications: of what is multiplied, x, and of the de
 vectors, where W is a matrix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias

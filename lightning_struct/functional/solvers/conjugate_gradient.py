@@ -1,7 +1,5 @@
 """Preconditioned conjugate gradients with the stopping rule of Martens (2010)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

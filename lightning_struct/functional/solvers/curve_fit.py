@@ -1,7 +1,5 @@
 """Small nonlinear least-squares problems, one or thousands at once: the method of Levenberg, Marquardt and Moré."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias

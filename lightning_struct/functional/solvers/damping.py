@@ -1,7 +1,5 @@
 """Rules for the damping: of Levenberg and Marquardt, and by the loss of the next batch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

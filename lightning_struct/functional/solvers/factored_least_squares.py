@@ -6,8 +6,6 @@ does no harm where λ is not too small: rounding changes J Jᵀ by about ε σ�
 = b - r with y = r/λ², by about ε σ₁²/λ² of itself.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable

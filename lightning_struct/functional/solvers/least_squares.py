@@ -10,8 +10,6 @@ Algorithm 6 of Emirahmetoglu & Stewart, whose two slips (ρ_0 = 0, which divides
 the preconditioned space) are mended here.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

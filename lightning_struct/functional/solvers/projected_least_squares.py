@@ -1,7 +1,5 @@
 """Damped least squares from one Golub-Kahan bidiagonalisation: all dampings at once, without the matrix."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Checks and dtypes of the arguments that products with structured matrices share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import reduce
 

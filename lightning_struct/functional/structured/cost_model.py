@@ -8,8 +8,6 @@ The estimates were measured on one CPU thread in float32. On other devices nothi
 small steps one after the other are avoided, since each step is a launch.
 """
 
-from __future__ import annotations
-
 import torch
 
 from lightning_struct.functional.checks import checked

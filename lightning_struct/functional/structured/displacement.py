@@ -13,8 +13,6 @@ literally spans the Hankel-like matrices, since A⁻¹ = Z_1ᵀ: Table 5 names t
 those of equation (2). The Toeplitz-like matrices are equation (2) with A = Z_1 and B = Z_-1ᵀ.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -23,8 +23,6 @@ all of the first h to block-diagonal matrices, those after them to interleaved o
 matrix, in d - 1 ways, and it is multiplied as one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce

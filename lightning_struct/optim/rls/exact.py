@@ -1,7 +1,5 @@
 """The weight that ``RLS.exact`` trains: the recursion of weighted ridge regression on targets read from gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

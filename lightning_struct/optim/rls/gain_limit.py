@@ -24,8 +24,6 @@ times as long, as far as the change allows it.
 The paper has none of these bounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Which parameters RLS trains and which the auxiliary optimizer, and the groups in which they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias

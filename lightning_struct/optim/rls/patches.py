@@ -8,8 +8,6 @@ A transposed convolution is the convolution, with stride 1, of images that have 
 under an output position has zeros and those places of the image that the kernel adds to that position.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The layers that RLS trains: their weights, and hooks that record the inputs of calls whose output gets a gradient."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

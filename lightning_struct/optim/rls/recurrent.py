@@ -1,7 +1,5 @@
 """Sums of the rows that input and recurrent weights of ``nn.RNN``, ``nn.LSTM``, ``nn.GRU`` and cells multiply."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import count

@@ -1,7 +1,5 @@
 """Settings of RLS, and the forms of P as values, which ``RLS(module, form=...)`` takes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields

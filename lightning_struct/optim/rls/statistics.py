@@ -1,7 +1,5 @@
 """Statistics of a weight's inputs since the last step: sums of rows, their numbers, and samples of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

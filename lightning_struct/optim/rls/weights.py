@@ -1,7 +1,5 @@
 """A weight that RLS trains, with its biases: its P, and its step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property

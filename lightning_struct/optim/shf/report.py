@@ -1,7 +1,5 @@
 """The report of one step of SHF."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

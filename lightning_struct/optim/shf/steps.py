@@ -1,7 +1,5 @@
 """Parts of a step that SHF takes alike on outputs and on residuals."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping

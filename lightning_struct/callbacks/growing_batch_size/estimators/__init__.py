@@ -4,8 +4,6 @@
 their common parts. One of them is chosen by the project, never by a clock, so that two runs with one seed are equal.
 """
 
-from __future__ import annotations
-
 from lightning_struct.callbacks.growing_batch_size.estimators.common import (
     GradientEstimator,
     GradientNotFinite,

@@ -1,7 +1,5 @@
 """The common parts of the estimators: the user's choice, the interface, gradients in memory, and errors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

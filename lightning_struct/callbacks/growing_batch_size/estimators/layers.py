@@ -1,7 +1,5 @@
 """Noise of the gradients from the samples' own gradients, measured by hooks on the layers."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

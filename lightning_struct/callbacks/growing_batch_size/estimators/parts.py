@@ -1,7 +1,5 @@
 """Noise of the gradients from the differences between the backward passes of a step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial

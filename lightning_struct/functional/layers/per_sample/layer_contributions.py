@@ -4,8 +4,6 @@ Most shares are read off the layer's inputs and the cotangents of its outputs. A
 under ``torch.func.vmap``, and measured if that gives the outputs that it gave before.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

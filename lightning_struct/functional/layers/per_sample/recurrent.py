@@ -5,8 +5,6 @@ A layer is run again from its recorded input and initial state, and then backwar
 a weight's share of one sample is Σ_t δ_t a_tᵀ with its input a_t.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache

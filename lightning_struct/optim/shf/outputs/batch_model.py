@@ -1,7 +1,5 @@
 """The damped least-squares model of one batch, over all processes that hold a share of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The blocks of parameters whose curvature SHF approximates together, and which parameters are in which block."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The objective of one batch, evaluated away from the current weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

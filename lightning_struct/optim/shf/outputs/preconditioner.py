@@ -1,7 +1,5 @@
 """The right preconditioner of SHF on outputs: diagonals, Kronecker factors and their averages, users' objects."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The subproblem of one iteration: a direction from the damped model of a batch, and the step along it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Steps of SHF for a loss of a module's outputs (Emirahmetoglu & Stewart, Algorithms 1 to 6)."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Solvers of the damped least-squares problem of a batch of residuals, for all dampings at once."""
 
-from __future__ import annotations
-
 import math
 import sys
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Steps of SHF for a module that returns residuals (``loss="least_squares"``)."""
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import dataclass

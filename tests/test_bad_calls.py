@@ -182,3 +182,35 @@ def test_arguments_of_other_types_are_refused_by_name(function: Callable) -> Non
     right, wrong = CALLS[function], wrong_arguments(function)
     faults = {case: fault_of(lambda: function(**right | {name: value}), name) for case, (name, value) in wrong.items()}  # noqa: B023
     assert {case: fault for case, fault in faults.items() if fault is not None} == {}
+
+
+WRONG_NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "complex numbers": lambda tensor: tensor.to(torch.complex64),
+    "whole numbers": lambda tensor: tensor.long(),
+    "more dimensions": lambda tensor: tensor.expand(2, 2, 2, *tensor.shape),
+    "no entries": lambda tensor: tensor.new_empty(0),
+}
+OF_DTYPE, OF_SHAPE = ("complex numbers", "whole numbers"), ("more dimensions", "no entries")
+REFUSED = {
+    **dict.fromkeys([F.laplacian, F.partial_derivatives, F.prepare_subdiagonal], OF_DTYPE + OF_SHAPE),
+    **dict.fromkeys([F.subdiagonal_matmul, F.toeplitz_like_matmul, F.hankel_like_matmul], OF_DTYPE + OF_SHAPE),
+    **dict.fromkeys([F.FactoredLeastSquares, F.GramLeastSquares, F.ProjectedLeastSquares], (*OF_DTYPE, OF_SHAPE[0])),
+    **dict.fromkeys([F.choose_subdiagonal_method], (*OF_DTYPE, OF_SHAPE[0])),
+    **dict.fromkeys([F.conjugate_gradient, F.lsmr, F.lsqr, F.fisher_scaling, F.jacobi_scaling], OF_DTYPE),
+    **dict.fromkeys([F.gradient_variance, F.norm_test_batch_size], OF_DTYPE),
+    **dict.fromkeys([F.TridiagonalOperator, F.DenseOperator, F.DiagonalOperator], ("whole numbers", *OF_SHAPE)),
+    **dict.fromkeys([F.krylov_matrix, F.sylvester_displacement, F.tridiagonal_matmul, F.ldr_matmul], OF_SHAPE),
+}
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
+def test_numbers_and_shapes_without_meaning_are_refused_by_name(function: Callable) -> None:
+    right = CALLS[function]
+    faults = {
+        f"{name}: {kind}": fault_of(lambda: function(**right | {name: WRONG_NUMBERS[kind](value)}), name)  # noqa: B023
+        for name, value in right.items()
+        if isinstance(value, torch.Tensor)
+        for kind in REFUSED[function]
+        if name not in ("x", "v") or kind != "more dimensions"  # which are those of a batch
+    }
+    assert faults and {case: fault for case, fault in faults.items() if fault is not None} == {}

@@ -67,6 +67,20 @@ def check_dense(what: str, value: object, *, has_numbers: bool = False) -> None:
         raise TypeError(f"{what} must be a dense tensor{numbers}, got {_described(value)}")
 
 
+def require_real(dimensions: int | None = None, /, **tensors: Tensor) -> None:
+    """Refuse other dtypes than real floating-point numbers, and other numbers of dimensions.
+
+    Raises:
+        TypeError: a tensor has another dtype; it is named by its keyword.
+        ValueError: a tensor has more or fewer dimensions.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must hold real floating-point numbers, not {tensor.dtype}: use {name}.float().")
+        if dimensions not in (None, tensor.ndim):
+            raise ValueError(f"{name} must have {dimensions} dimensions, got the shape {tuple(tensor.shape)}")
+
+
 def _described(value: object) -> str:
     if not isinstance(value, Tensor):
         return repr(value)[:80]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import checked, require_real
 from lightning_struct.functional.jacobian.linearization import Linearization
 from lightning_struct.functional.jacobian.losses import GaussNewtonLoss
 from lightning_struct.functional.randomness import random_signs
@@ -90,6 +90,7 @@ def jacobi_scaling(diagonal: Tensor) -> Tensor:
         >>> jacobi_scaling(torch.tensor([0.0, 1.0, 9.0]))
         tensor([1.0000, 0.5000, 0.2500])
     """
+    require_real(diagonal=diagonal)
     return diagonal.sqrt().add_(1.0).reciprocal_()
 
 
@@ -108,4 +109,5 @@ def fisher_scaling(diagonal: Tensor, damping: float) -> Tensor:
         >>> fisher_scaling(torch.tensor([0.0, 15.0]), damping=1.0)
         tensor([1.0000, 0.3536])
     """
+    require_real(diagonal=diagonal)
     return (diagonal + damping * damping).pow_(-0.375)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import checked, require_real
 from lightning_struct.functional.randomness import normal_numbers
 from lightning_struct.functional.residuals.jacobians import DenseJacobian, Jacobian, lower_gram
 
@@ -75,6 +75,7 @@ class FactoredLeastSquares(_AllDampings):
 
     @checked
     def __init__(self, jacobian: Tensor) -> None:
+        require_real(2, jacobian=jacobian)
         self.jacobian = jacobian
         self._tall = jacobian.shape[0] >= jacobian.shape[1]
         longer = jacobian if self._tall else jacobian.mT
@@ -143,6 +144,8 @@ class GramLeastSquares(_AllDampings):
         all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
         all_gather: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        if isinstance(jacobian, Tensor):
+            require_real(2, jacobian=jacobian)
         self.jacobian = DenseJacobian(jacobian) if isinstance(jacobian, Tensor) else jacobian
         self._tall = (self.jacobian.shape[0] if rows is None else rows) >= self.jacobian.shape[1]
         self._all_reduce, self._all_gather = all_reduce, all_gather

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import checked, require_real
 from lightning_struct.functional.vectors import float32_holds, inner, root
 
 _CHECK_EVERY = 10
@@ -65,6 +65,7 @@ class ProjectedLeastSquares:
         all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
         gradient: Tensor | None = None,
     ) -> None:
+        require_real(1, b=b)
         self.product, self._method = matvec, method
         product = rmatvec(b) if gradient is None else -gradient
         self.gradient = -product if gradient is None else gradient

@@ -22,17 +22,6 @@ def require_generators(G: Tensor, H: Tensor, m: int | None = None, n: int | None
         raise ValueError(f"G and H must have the same number of columns, got {G.shape[1]} and {H.shape[1]}")
 
 
-def require_real(**tensors: Tensor) -> None:
-    """Refuse other dtypes than real floating-point numbers.
-
-    Raises:
-        TypeError: a tensor has another; it is named by its keyword.
-    """
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must hold real floating-point numbers, not {tensor.dtype}: use {name}.float().")
-
-
 def require_one_of(name: str, value: str, known: Sequence[str]) -> None:
     """Refuse other values than the known ones.
 

@@ -28,7 +28,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import checked, require_real
 from lightning_struct.functional.structured import arguments, cost_model
 from lightning_struct.functional.structured.operators import subdiagonal_krylov_rows
 from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, prepare_dense
@@ -299,6 +299,8 @@ def choose_subdiagonal_method(
         >>> choose_subdiagonal_method(0 * subdiagonal, corner, subdiagonal, corner, rank=1, batch=64)
         'tree'
     """
+    require_real(1, a_subdiagonal=a_subdiagonal, b_subdiagonal=b_subdiagonal)
+    require_real(0, a_corner=a_corner, b_corner=b_corner)
     m, n = a_subdiagonal.shape[0] + 1, b_subdiagonal.shape[0] + 1
     scaled = _exact_scaled_method(a_subdiagonal, a_corner, b_subdiagonal, b_corner)
     return cost_model.fastest_training_method(m, n, rank, batch, a_subdiagonal.device, scaled)
@@ -355,7 +357,7 @@ def _check(*tensors: Tensor) -> None:
     arguments.require_generators(G, H)
     for vectors in x:
         arguments.require_vectors(vectors, H.shape[0])
-    arguments.require_real(**dict(zip(_NAMES[: len(tensors)], tensors, strict=True)))
+    require_real(**dict(zip(_NAMES[: len(tensors)], tensors, strict=True)))
     shapes: list[tuple[int, ...]] = [(len(G) - 1,), (), (len(H) - 1,), ()]
     for name, tensor, shape in zip(_NAMES[:4], tensors[:4], shapes, strict=True):
         if tensor.shape != shape:

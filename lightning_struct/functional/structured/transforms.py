@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import checked, require_real
 from lightning_struct.functional.structured import arguments
 from lightning_struct.functional.structured.cost_model import transform_length
 from lightning_struct.functional.structured.operators import shift_krylov_rows
@@ -44,7 +44,7 @@ def toeplitz_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.
     """
     arguments.require_generators(G, H)
     arguments.require_vectors(x, H.shape[0])
-    arguments.require_real(G=G, H=H, x=x)
+    require_real(G=G, H=H, x=x)
     dtype = arguments.computing_dtype(G, H, x)
     parts = _parts(G.to(dtype), H.to(dtype), f, g)
     product = arguments.by_rows(lambda rows: scaled_toeplitz_matmul(rows, *parts), x, dtype)
@@ -66,7 +66,7 @@ def toeplitz_like_to_dense(G: Tensor, H: Tensor, f: float | Tensor = 1.0, g: flo
         ValueError, TypeError: the shapes or dtypes do not fit.
     """
     arguments.require_generators(G, H)
-    arguments.require_real(G=G, H=H)
+    require_real(G=G, H=H)
     dtype, p = arguments.computing_dtype(G, H), min(G.shape[0], H.shape[0])
     return (shift_krylov_rows(G.to(dtype), f, p).mT @ shift_krylov_rows(H.to(dtype), g, p)).to(G.dtype)
 
@@ -80,7 +80,7 @@ def prepare_toeplitz_like(
         ValueError, TypeError: the shapes or dtypes do not fit.
     """
     arguments.require_generators(G, H)
-    arguments.require_real(G=G, H=H)
+    require_real(G=G, H=H)
     dtype = arguments.computing_dtype(G, H)
     return ScaledToeplitzSpectra.of(*_parts(G.to(dtype), H.to(dtype), f, g))
 

@@ -8,11 +8,12 @@ the characters of a text (data/tinyshakespeare.txt), a perceptron MNIST at 16 x 
 
 - ``compress``, which measures on samples that are neither trained nor tested on (128 images, 64 texts, 256 digits),
 - low rank by truncated singular values, one share of the numbers for all layers that compress may replace,
+- low rank near the outputs, as compress has it, one share for all of these layers but the last one, which stays,
 - magnitude pruning of these layers, one share for all (the places of the weights that are left are not counted), and
-- rounding of all weights to 8 bits, with a scale for each row: a quarter of the bytes.
+- rounding of all weights to 8 bits, with a scale for each row: a quarter of the bytes,
 
-and trained on for 80 to 200 steps of 32 samples. ``--sizes`` has the bytes of checkpoint, frozen model and ONNX file
-instead.
+and trained on for 80 to 200 steps of 32 samples. What the first ones give is rounded to 8 bits, too, before and after.
+``--sizes`` has the bytes of checkpoint, frozen model and ONNX file instead.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ from lightning_struct.data.cifar import CIFAR10DataModule
 from lightning_struct.models import CharacterTransformer, residual_network
 from lightning_struct.nn import compress, freeze, replacement_report
 from lightning_struct.nn.attention import with_own_projections
+from lightning_struct.nn.candidates import low_rank_near_outputs, observed_outputs
 from lightning_struct.nn.channels import as_matrix, in_place_of
 from lightning_struct.nn.classic import LowRank
 from lightning_struct.nn.replace import put_in_place
 
 BUDGETS = (0.5, 0.25, 0.125)
-WAYS = ("compress", "low rank", "pruning")
+WAYS = ("compress", "low rank", "equal shares", "pruning")
 Sample = tuple[Tensor, Tensor]
 
 
@@ -184,6 +186,24 @@ def with_one_share(network: nn.Module, allowed: int) -> nn.Module:
     return network
 
 
+def with_equal_shares(network: nn.Module, allowed: int, x: Tensor) -> nn.Module:
+    """All layers but the last one of the largest rank within one share of their numbers, near to their outputs."""
+    layers = dict(list(replaceable(network).items())[:-1])
+    linear = {name: as_matrix(layer) for name, layer in layers.items()}
+    numbers = sum(of.weight.numel() for of in linear.values())  # type: ignore[union-attr]
+    share = (allowed - (count(network) - numbers)) / numbers
+    with observed_outputs(layers.values()) as moments, torch.no_grad():
+        network.eval()(x)
+    new = []
+    for name, of in linear.items():
+        assert of is not None
+        m, n = of.weight.shape
+        (factory,) = low_rank_near_outputs(of, [max(1, int(share * m * n / (m + n)))], moments.get(layers[name]))
+        new.append((name, in_place_of(layers[name], factory(of))))
+    put_in_place(network, new)
+    return network
+
+
 @torch.no_grad()  # so that the pruned network can be copied
 def pruned(network: nn.Module, allowed: int) -> nn.Module:
     """All layers with one share of their weights, the largest."""
@@ -206,6 +226,15 @@ def in_8_bits(network: nn.Module) -> nn.Module:
     return network
 
 
+def bytes_of_weights(network: nn.Module) -> int:
+    """Of all numbers that are trained, after :func:`in_8_bits`: matrices by a byte, their scales and the rest by 4."""
+    matrices = [parameter for parameter in network.parameters() if parameter.dim() > 1]
+    numbers = sum(matrix.numel() for matrix in matrices)
+    return numbers + 4 * (
+        sum(len(matrix) for matrix in matrices) + sum(p.numel() for p in network.parameters()) - numbers
+    )
+
+
 def smaller(way: str, network: nn.Module, budget: float, measured: Sample) -> nn.Module:
     """A copy of the network, made smaller."""
     network = copy.deepcopy(network)
@@ -213,6 +242,8 @@ def smaller(way: str, network: nn.Module, budget: float, measured: Sample) -> nn
         return compress(network, list(zip(measured[0].split(64), measured[1].split(64), strict=True)), budget=budget)
     network = with_called_attention(network)
     allowed = int(budget * count(network))
+    if way == "equal shares":
+        return with_equal_shares(network, allowed, measured[0])
     return with_one_share(network, allowed) if way == "low rank" else pruned(network, allowed)
 
 
@@ -230,9 +261,10 @@ def measure(name: str, arguments: argparse.Namespace, results: Path) -> None:
             "parameters": count(network),
             "accuracy": accuracy(network, test),
             "in_8_bits": accuracy(in_8_bits(copy.deepcopy(network)), test),
+            "bytes_in_8_bits": bytes_of_weights(network),
         },
     )
-    jobs = [(seed, budget, way) for seed in arguments.seeds for budget in arguments.budgets for way in WAYS]
+    jobs = [(seed, budget, way) for seed in arguments.seeds for budget in arguments.budgets for way in arguments.ways]
     made: dict[tuple[float, str], tuple[nn.Module, float]] = {}
     for seed, budget, way in progress(jobs, len(jobs), name):
 
@@ -243,9 +275,12 @@ def measure(name: str, arguments: argparse.Namespace, results: Path) -> None:
                 made[budget, way] = model, time.process_time() - start
             model, seconds = copy.deepcopy(made[budget, way][0]), made[budget, way][1]
             before = accuracy(model, test)
+            before_8 = accuracy(in_8_bits(copy.deepcopy(model)), test)
             fit(model, task, train, task.more_steps, task.rates[1], seed)
             after = accuracy(model, test)
+            after_8 = accuracy(in_8_bits(copy.deepcopy(model)), test)
             found = {"parameters": count(model), "before": before, "after": after, "seconds": seconds}
+            found |= {"before_8": before_8, "after_8": after_8, "bytes_in_8_bits": bytes_of_weights(model)}
             return {"kind": "smaller", "network": name, "way": way, "budget": budget, "seed": seed, **found}
 
         run_once(results, run_name("smaller", name, way, budget, seed), run)
@@ -262,20 +297,21 @@ def report(runs: Sequence[Run], networks: Sequence[str]) -> None:
         if whole is None:
             continue
         print(
-            f"\n{name}: {whole['parameters']:,} parameters, {whole['accuracy']:.2f} %; in 8 bits "
-            f"{whole['in_8_bits']:.2f} %"
+            f"\n{name}: {whole['parameters']:,} parameters, {4 * whole['parameters']:,} bytes, "
+            f"{whole['accuracy']:.2f} %; in 8 bits {whole['bytes_in_8_bits']:,} bytes, {whole['in_8_bits']:.2f} %"
         )
-        print_header("budget", "way", "parameters", "accuracy", "after fine-tuning", "seconds to make it")
-        for budget in BUDGETS:
+        in_8 = ("bytes in 8 bits", "accuracy", "after fine-tuning")
+        print_header("budget", "way", "bytes", "accuracy", "after fine-tuning", *in_8, "seconds to make it")
+        for budget in sorted({run["budget"] for run in of_network if run["kind"] == "smaller"}, reverse=True):
             for way in WAYS:
                 of_way = [r for r in of_network if r["kind"] == "smaller" and (r["way"], r["budget"]) == (way, budget)]
                 if of_way:
-                    after = spread([run["after"] for run in of_way])
+                    after, after_8 = (spread([run[key] for run in of_way]) for key in ("after", "after_8"))
                     seconds = statistics.median(run["seconds"] for run in of_way)
                     first = of_way[0]
-                    print_row(
-                        budget, way, f"{first['parameters']:,}", f"{first['before']:.2f}", after, f"{seconds:.1f}"
-                    )
+                    figures = f"{4 * first['parameters']:,}", f"{first['before']:.2f}", after
+                    figures += f"{first['bytes_in_8_bits']:,}", f"{first['before_8']:.2f}", after_8
+                    print_row(budget, way, *figures, f"{seconds:.1f}")
     print()
     print_machines(runs)
 
@@ -291,13 +327,15 @@ def draw(runs: Sequence[Run], networks: Sequence[str]) -> Figure:
     for axes, name in zip(panels, networks, strict=True):
         of_network = [run for run in runs if run["network"] == name]
         whole = next(run for run in of_network if run["kind"] == "whole")
-        for way, marker in zip(WAYS, "os^", strict=True):
+        for way, marker in zip(WAYS, "osv^", strict=True):
             points = []
             for budget in BUDGETS:
                 of_way = [r for r in of_network if r["kind"] == "smaller" and (r["way"], r["budget"]) == (way, budget)]
                 if of_way:
                     after = [run["after"] for run in of_way]
                     points.append((4 * of_way[0]["parameters"], statistics.median(after), min(after), max(after)))
+            if not points:
+                continue
             sizes, middle, low, high = zip(*points, strict=True)
             color = style.color_of(way)
             axes.plot(sizes, middle, marker=marker, color=color, label=way)
@@ -349,6 +387,7 @@ def main() -> None:
     parser.add_argument("--data-dir", default="data", help="where the files are")
     parser.add_argument("--networks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS), help="parts of the parameters")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the orders of the samples")
     parser.add_argument("--sizes", action="store_true", help="bytes of checkpoints, frozen models and ONNX files")
     parser.add_argument("--verbose", action="store_true", help="what became of which layer")

@@ -67,6 +67,7 @@ COLORS = {
     "Toeplitz-like": SGD,
     "low rank": ADAM,
     "compress": SHF,
+    "equal shares": "#a06cc8",
     "pruning": SGD,
     "magnitude pruning": SGD,
 }

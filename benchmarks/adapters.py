@@ -54,6 +54,7 @@ from harness import (
 )
 from lightning_struct.data.larochelle import vary_digits
 from lightning_struct.nn import (
+    STRUCTURED_CLASSES,
     Circulant,
     LDRSubdiagonal,
     LowRank,
@@ -326,6 +327,18 @@ WAYS: dict[str, Callable] = {
 }
 
 
+def of_class(layer_class: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """The class with its defaults, or so many entries as a low rank of 1 has numbers."""
+    if layer_class is not STRUCTURED_CLASSES["PrunedLinear"]:
+        return layer_class
+    return lambda n, m, bias: layer_class(n, m, parameters=n + m, bias=bias)
+
+
+OF_CLASSES: dict[str, Callable] = {
+    name: of_ours(lambda rank, made=layer_class: of_class(made)) for name, layer_class in STRUCTURED_CLASSES.items()
+}
+
+
 # Learned operators double the parameters: in all layers they need the budget of rank 2.
 LEFT_OUT = (("LDR-SD", 1), ("LDR-SD by diagonals", 1), ("rsLoRA", 1))
 # The proportions of peft's own table: C3A has 60 % of LoRA's parameters there, VeRA 1 %.
@@ -336,7 +349,7 @@ FIRST_RATE = {"C3A": 3.0, "C3A from zero": 3.0, "C3A, half of the parameters": 3
 def run_way(way: str, network: nn.Module, rank: int, rate: float, sample: Sample, tested: Sample, seed: int) -> Run:
     """Adapt a copy of the network, and test it."""
     torch.manual_seed(seed)
-    adapted, groups = WAYS[way](copy.deepcopy(network), rank, rate)
+    adapted, groups = (WAYS | OF_CLASSES)[way](copy.deepcopy(network), rank, rate)
     parameters = sum(parameter.numel() for group in groups for parameter in group["params"])
     start = time.process_time()
     fit(adapted, groups, sample, network.steps, seed, getattr(network, "batch", BATCH))  # type: ignore[arg-type]
@@ -365,6 +378,9 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
             best_one = RATES.index(best_rates(load_runs(results))[name, way, rank])
             around = [i for i in (best_one - 1, best_one + 1) if 0 <= i < len(RATES) and RATES[i] not in tried]
     best = best_rates(load_runs(results))
+    if arguments.rates:
+        print_rates(load_runs(results), cells)
+        return
     jobs = [(*c, shift, seed) for seed in arguments.seeds for c in cells for shift in shifts_of(c[0], arguments.shifts)]
     for name, way, rank, shift, seed in progress(jobs, len(jobs), "shifts"):
         train, _, test = data[shift]
@@ -404,6 +420,17 @@ def best_rates(runs: Sequence[Run]) -> dict[tuple[str, str, int], float]:
         if run["kind"] == "rate" and (cell_of(run) not in best or quality(run) > quality(best[cell_of(run)])):
             best[cell_of(run)] = run
     return {cell: run["rate"] for cell, run in best.items()}
+
+
+def print_rates(runs: Sequence[Run], cells: Sequence[tuple[str, str, int]]) -> None:
+    """A table of the rates that were tried, by the samples that choose one."""
+    print_header("network", "way", "parameters", "best rate", "tried")
+    for cell in cells:
+        of_cell = sorted((r for r in runs if r["kind"] == "rate" and cell_of(r) == cell), key=lambda run: run["rate"])
+        tried = ", ".join(f"{run['rate']:g}: {abs(quality(run)):.4g}" for run in of_cell)
+        print_row(cell[0], cell[1], f"{of_cell[0]['parameters']:,}", f"{best_rates(runs)[cell]:g}", tried)
+    print()
+    print_machines(runs)
 
 
 def report(runs: Sequence[Run], networks: Sequence[str], shifts: Sequence[str], kind: str) -> None:
@@ -506,7 +533,8 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--data-dir", default="data", help="where the files of MNIST and USPS are")
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=["perceptron", "transformer"])
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS, *OF_CLASSES], default=list(WAYS))
+    parser.add_argument("--rates", action="store_true", help="search for rates alone, and print them")
     parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, default=[1, 2], help="budgets, of low rank")
     parser.add_argument("--lower-rates", action="store_true", help="all by the rate below the best one")
     parser.add_argument("--shifts", nargs="+", choices=SHIFTS, default=list(SHIFTS))
@@ -521,6 +549,8 @@ def main() -> None:
         return
     if not arguments.report:
         measure(arguments, results)
+    if arguments.rates:
+        return
     kind = "lower" if arguments.lower_rates else "shift"
     report(load_runs(results), arguments.networks, arguments.shifts, kind)
 

@@ -75,10 +75,6 @@ class Jacobian(ABC):
         """
 
     @abstractmethod
-    def squared_norm(self) -> Tensor:
-        """‖J‖², of Frobenius, float64."""
-
-    @abstractmethod
     def scale_rows(self, scale: Tensor) -> None:
         """Multiply the rows by (N,), in place."""
 
@@ -130,9 +126,6 @@ class DenseJacobian(Jacobian):
             gradients = weights @ matrices
             total += inner(gradients, gradients)
         return total
-
-    def squared_norm(self) -> Tensor:
-        return inner(self._matrix, self._matrix)
 
     def scale_rows(self, scale: Tensor) -> None:
         self._matrix.mul_(scale[:, None])
@@ -270,13 +263,6 @@ class FactoredJacobian(Jacobian):
             )
             total += ((left @ left.mT) * (right @ right.mT)).sum(dtype=torch.float64)
         return total
-
-    def squared_norm(self) -> Tensor:
-        ones = self._columns.new_ones(self.shape[0])
-        squares = [
-            self.squared_norms(ones[first:last], last - first, slice(first, last)) for first, last in self._blocks
-        ]
-        return torch.stack(squares).sum()
 
     def scale_rows(self, scale: Tensor) -> None:
         self._columns.mul_(scale[:, None])

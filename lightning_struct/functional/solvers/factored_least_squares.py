@@ -126,7 +126,7 @@ class GramLeastSquares(_AllDampings):
     Attributes:
         jacobian: J, its rows here.
         largest_singular_value: an estimate from below, by power iteration.
-        smallest_damping: λ down to which the residual J d - b of a solution d is that of the exact one to a hundredth.
+        smallest_damping: λ down to which the residual J d - b of a solution d is the exact one to a few hundredths.
             Far below it solutions are NaN.
 
     Example:
@@ -165,7 +165,7 @@ class GramLeastSquares(_AllDampings):
     @staticmethod
     def smallest_share(size: int, dtype: torch.dtype) -> float:
         """``smallest_damping`` over σ₁: rounding, of about √n ε σ₁² for n = ``size`` rows, is small beside λ²."""
-        return math.sqrt(8 * (size + 64) * torch.finfo(dtype).eps)
+        return math.sqrt((size + 64) * torch.finfo(dtype).eps)
 
     def product(self, d: Tensor) -> Tensor:
         return self.jacobian.product(d)

@@ -128,7 +128,6 @@ def test_products_with_outer_products(name: str) -> None:
     torch.testing.assert_close(jacobian.product(d), dense @ d)
     torch.testing.assert_close(jacobian.transposed_product(u), dense.mT @ u)
     torch.testing.assert_close(jacobian.gram_of_rows().tril(), (dense @ dense.mT).tril())
-    torch.testing.assert_close(jacobian.squared_norm(), dense.square().sum())
 
 
 def test_the_gram_matrix_of_a_float32_jacobian_is_float64() -> None:

@@ -175,7 +175,7 @@ class ResidualModel:
         """Products with J at w."""
         return Products(self._batch, self._scale, self.weights)
 
-    def measure(self, jacobian: Jacobian, *others: Tensor) -> list[float]:
+    def measure(self, jacobian: Jacobian) -> None:
         """Set ∇f = Jᵀr, flat, and ‖Var‖₁ of the gradients of single samples, from the rows of J.
 
         A sample is a row of a block. Of blocks b with n_b rows it is N Σ_b w_b² tr Σ_b/n_b, N the rows of all: N times
@@ -183,10 +183,6 @@ class ResidualModel:
 
         Args:
             jacobian: J.
-            others: numbers of J, (), float64, which the same look at the device is for.
-
-        Returns:
-            list: the others.
 
         Raises:
             ValueError: NaN or infinity in J.
@@ -202,7 +198,7 @@ class ResidualModel:
         self.gradient = sums_of_all.sum(0)
         of_blocks = [inner(block_sum, block_sum) for block_sum in sums_of_all]
         of_gradient = inner(self.gradient, self.gradient)
-        not_finite, *numbers = torch.cat([of_samples, torch.stack([*of_blocks, of_gradient, *others])]).tolist()
+        not_finite, *numbers = torch.cat([of_samples, torch.stack([*of_blocks, of_gradient])]).tolist()
         if not_finite:
             raise NotFinite(
                 "the derivatives of the residuals in the weights hold NaN or infinity, the residuals do not: look for "
@@ -215,7 +211,6 @@ class ResidualModel:
                 total += max(square - squared_sum / count, 0.0) * count / (count - 1)
         self.variance = None if self.samples == 1 else self.samples * total
         self.gradient_squared = numbers[2 * len(squares)]
-        return numbers[2 * len(squares) + 1 :]
 
     def measure_parts(self, backward: Callable[[Tensor], Tensor]) -> None:
         """Set ∇f, and an estimate of the variance from the gradients of a few parts of the batch, a product each.

@@ -105,15 +105,14 @@ class ExactSolver(ResidualSolver):
     def __init__(self, model: ResidualModel) -> None:
         self._model = model
         self._jacobian = model.jacobian(model.form_for_gram)
-        others = [] if self._is_only_by_gram else [all_reduce(self._jacobian.squared_norm())]
-        self._squared_norms = model.measure(self._jacobian, *others)
+        model.measure(self._jacobian)
         self._factored: FactoredLeastSquares | GramLeastSquares | None = None
 
     def begin(self, start: Tensor | None, damping: float | None) -> None:
         residual = self._model.residual
         self._start, self._b = start, -residual if start is None else -residual - self.product(start)
         if self._factored is None:
-            self._factor(by_gram=damping is None or self._is_only_by_gram or damping > self._smallest_for_gram())
+            self._factor(by_gram=True)
         else:
             self._coordinates = self._factored.coordinates(self._b)
 
@@ -156,11 +155,6 @@ class ExactSolver(ResidualSolver):
     def _is_only_by_gram(self) -> bool:
         """Whether J is kept as outer products, and never formed: it is wide, and QR takes far longer."""
         return bool(self._model.form_for_gram.kept)
-
-    def _smallest_for_gram(self) -> float:
-        """λ down to which Cholesky factors will do, by ‖J‖, the Frobenius norm, for σ₁, which is smaller."""
-        size = min(self._model.rows, self._jacobian.shape[1])
-        return math.sqrt(self._squared_norms[0]) * GramLeastSquares.smallest_share(size, self._jacobian.dtype)
 
 
 class KrylovSolver(ResidualSolver):

@@ -207,6 +207,7 @@ def geodesic_acceleration(
     damping: float,
     *,
     step: float = 0.1,
+    product: Tensor | None = None,
 ) -> Tensor:
     """The second-order correction a of a Levenberg-Marquardt step v: the weights move by v + a.
 
@@ -220,6 +221,7 @@ def geodesic_acceleration(
         velocity: v, (P,), the step without acceleration.
         damping: λ of v.
         step: h.
+        product: J v, (N,), if it is known.
 
     Returns:
         Tensor: a, (P,).
@@ -234,5 +236,5 @@ def geodesic_acceleration(
         (tensor([1.1050]), tensor([1.0995]))
     """
     slope = (residual_at(step * velocity) - residual) / step
-    curvature = (2.0 / step) * (slope - solver.product(velocity))
+    curvature = (2.0 / step) * (slope - (solver.product(velocity) if product is None else product))
     return solver.solve(curvature, damping).mul_(-0.5)

@@ -105,8 +105,8 @@ class Damping(Choice):
 class LevenbergMarquardt(Damping):
     """Damping λ by ρ, the true reduction of the loss over the predicted one (the paper's rule, section 4.2).
 
-    With residuals (``loss="least_squares"``) each step searches λ by factors of 2 instead, from the one before, unless
-    ``drop`` is None; ``lower``, ``upper`` and ``center`` have no meaning then.
+    With residuals (``loss="least_squares"``) each step searches λ by factors from the one before, for the longest step
+    with ρ >= .075, unless ``drop`` is None; ``lower``, ``upper`` and ``center`` have no meaning then.
 
     Args:
         initial: λ₁ > 0; the model is damped by λ². Chosen: 1.5 times the square root of the largest eigenvalue of the

@@ -30,10 +30,10 @@ _RAISED = 10.0
 _LARGEST_WARM_START = 0.7
 # λ of the first step, as a share of the largest singular value of J.
 _FIRST_SHARE = 0.1
-# From one damping that is tried to the next, λ² changes by this factor, at most so often.
-_FACTOR, _MOST = 4.0, 10
-# Factors of λ² where none of these lowers the loss.
-_LARGER = tuple(10.0**power for power in range(1, 13))
+# The smallest λ is taken whose step lowers the loss by this share of the prediction (DSGNAR, arXiv 2607.02194).
+_SMALLEST_RATIO = 0.075
+# λ falls by this factor from one try to the next, at most so often. It rises by it, then by a half more each time.
+_FACTOR, _MOST, _FASTER = 2.0, 10, 1.5
 # Acceleration is taken where 2‖a‖ is below this share of ‖v‖. Transtrum & Sethna (2012, section 5) have .75.
 _LARGEST_ACCELERATION = 1.5
 # Remedy for a forward that does not take the inputs.
@@ -104,7 +104,7 @@ class ResidualSteps(Steps):
         return solver
 
     def search(self, now: StepState, model: ResidualModel, solver: ResidualSolver) -> Update:
-        """The step around d0 = γ d of the last step, else around zero, with the λ that lowers the true loss most."""
+        """The longest step around d0 = γ d of the last step, else around zero, that the model predicts well enough."""
         damping, rule, adapts = now.group["damping"], self.settings.damping, now.group["drop"] is not None
         if model.gradient_squared == 0.0:
             name, why = "underflow" if bool(model.gradient.any()) else "gtol", ""
@@ -128,9 +128,8 @@ class ResidualSteps(Steps):
                     step = steps.best(around, adapts=adapts)
                 if step is not None:
                     d, w = step.direction, model.weights.vector
-                    predicted = model.value_of(model.residual + solver.product(step.velocity))
-                    value, *squares = torch.stack([predicted, inner(d, d), inner(w, w)]).tolist()
-                    change, fall = value - model.value, model.value - step.value
+                    squares = torch.stack([inner(d, d), inner(w, w)]).tolist()
+                    change, fall = step.predicted - model.value, model.value - step.value
                     size = solver.largest * math.sqrt(2.0 * model.value)
                     convergence = {
                         "gtol": math.sqrt(model.gradient_squared) / size if size else 0.0,
@@ -221,16 +220,16 @@ class DampedStep:
     """A step of a damped least-squares problem.
 
     Attributes:
-        velocity: v, the solution, flat.
+        direction: d, the solution v with its geodesic acceleration, if it has one, flat.
         damping: λ it was computed with.
         value: f(w + d); infinity if it is not finite.
-        direction: d, v with its geodesic acceleration, if it has one.
+        predicted: ½‖r + J v‖².
     """
 
-    velocity: Tensor
+    direction: Tensor
     damping: float
     value: float
-    direction: Tensor
+    predicted: float
 
 
 class DampedSteps:
@@ -252,54 +251,54 @@ class DampedSteps:
         self._smallest, self._largest = min(max(bounds[0], smallest), bounds[1]), bounds[1]
 
     def best(self, damping: float, *, adapts: bool) -> DampedStep | None:
-        """The step of the lowest loss, found by going from λ to larger and to smaller dampings while the loss falls.
+        """The longest step that lowers the loss by a share of the prediction, for λ/2 or a larger damping.
+
+        λ falls further, by factors of 2, as long as that also makes the loss smaller. The lowest loss of all λ would be
+        short-sighted: longer steps reach lower losses later.
 
         Args:
             damping: λ.
-            adapts: whether others are tried where λ lowers the loss.
+            adapts: whether other dampings are tried if λ lowers the loss.
 
         Returns:
             None if no damping lowers the loss.
         """
-        best = self._step(damping)
-        if adapts:
-            for factor in (_FACTOR, 1.0 / _FACTOR):
-                further = self._descend(best, factor)
-                if further is not best:
-                    best = further
-                    break
-        for factor in _LARGER:
-            if best.value < self._model.value:
-                return best
-            if best.damping >= self._largest:  # a larger one is the same
-                return None
-            best = self._step(damping * math.sqrt(factor))
-        return best if best.value < self._model.value else None
+        ratio, factor = _SMALLEST_RATIO if adapts else 0.0, _FACTOR
+        tried = [self._step(damping / _FACTOR if adapts else damping)]
+        while not self._is_close(tried[-1], ratio) and tried[-1].damping < self._largest:
+            tried.append(self._step(tried[-1].damping * factor))
+            factor *= _FASTER
+        step = tried[-1] if self._is_close(tried[-1], ratio) else min(tried, key=lambda step: step.value)
+        for _ in range(_MOST if adapts and len(tried) == 1 else 0):
+            if step.damping <= self._smallest:  # a smaller one is the same
+                break
+            further = self._step(step.damping / _FACTOR)
+            if not further.value < step.value:
+                break
+            step = further
+        return step if step.value < self._model.value else None
 
-    def _descend(self, best: DampedStep, factor: float) -> DampedStep:
-        """The last step that is better than the one before, with λ² times ``factor`` from each to the next."""
-        for _ in range(_MOST):
-            damping = self._within(best.damping * math.sqrt(factor))
-            if damping == best.damping:
-                break
-            step = self._step(damping)
-            if not step.value < best.value:
-                break
-            best = step
-        return best
+    def _is_close(self, step: DampedStep, ratio: float) -> bool:
+        """Whether a step lowers the loss, and by more than this share of the prediction."""
+        fall = self._model.value - step.value
+        return fall > 0.0 and fall >= ratio * (self._model.value - step.predicted)
 
     def _step(self, damping: float) -> DampedStep:
-        damping = self._within(damping)
+        damping, model = self._within(damping), self._model
         velocity = self._solver.direction(damping)
+        product = self._solver.product(velocity)
+        predicted = model.value_of(model.residual + product)
         if self._accelerated:
-            a = geodesic_acceleration(self._solver, self._model.residual, self._model.residual_at, velocity, damping)
+            a = geodesic_acceleration(
+                self._solver, model.residual, model.residual_at, velocity, damping, product=product
+            )
             both = velocity + a
-            numbers = torch.stack([inner(a, a), inner(velocity, velocity), self._model.value_at(both)]).tolist()
+            numbers = torch.stack([inner(a, a), inner(velocity, velocity), model.value_at(both), predicted]).tolist()
             is_short = 2.0 * math.sqrt(numbers[0]) < _LARGEST_ACCELERATION * math.sqrt(numbers[1])
-            if is_short and numbers[2] < self._model.value:
-                return DampedStep(velocity, damping, numbers[2], both)
-        value = self._model.value_at(velocity).item()
-        return DampedStep(velocity, damping, value if math.isfinite(value) else math.inf, velocity)
+            if is_short and numbers[2] < model.value:
+                return DampedStep(both, damping, *numbers[2:])
+        value, expected = torch.stack([model.value_at(velocity), predicted]).tolist()
+        return DampedStep(velocity, damping, value if math.isfinite(value) else math.inf, expected)
 
     def _within(self, damping: float) -> float:
         return min(max(damping, self._smallest), self._largest)

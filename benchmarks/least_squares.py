@@ -7,13 +7,13 @@ Each run trains one network on one problem, in float64, in a process of its own,
 measures the error is not counted. The error is the relative L2 error on 10,000 points of the domain, against the known
 solution. All methods start from the same weights. The points are fixed and the same for all, but for Burgers' equation.
 There they are drawn anew as ``PointsDataModule`` does by default, a fifth of them where the residual of the method's
-network is large: every 5 steps of SHF and of torch-levenberg-marquardt, every 100 of Adam, and every 10 of L-BFGS with
-up to 20 iterations each. Adam has the rate 1e-3, L-BFGS the line search by the strong Wolfe conditions and a history of
-50; "Adam, then L-BFGS" has half of the time each. SHF has two arguments, ``SHF(module, "least_squares")``; "SHF, γ = 0"
-is without the warm start, which only points that are drawn anew call for, and "SHF, exact" with the exact solver where
-SHF would choose LSMR. Equations that have a time are solved in ten intervals of time by an ``IntervalNetwork``, by all
-methods: from the third step on the intervals share the seconds, and the first has two shares. A rival that is not
-installed is said to be so:
+network is large, and in a number that grows to at most ten for each parameter: every 5 steps of SHF and of
+torch-levenberg-marquardt, every 100 of Adam, and every 10 of L-BFGS with up to 20 iterations each. Adam has the rate
+1e-3, L-BFGS the line search by the strong Wolfe conditions and a history of 50; "Adam, then L-BFGS" has half of the
+time each. SHF has two arguments, ``SHF(module, "least_squares")``; "SHF, γ = 0" is without the warm start, which only
+points that are drawn anew call for, and "SHF, exact" with the exact solver where SHF would choose LSMR. Equations that
+have a time are solved in ten intervals of time by an ``IntervalNetwork``, by all methods: from the third step on the
+intervals share the seconds, and the first has two shares. A rival that is not installed is said to be so:
 
     torch-levenberg-marquardt    pip install torch-levenberg-marquardt
 
@@ -70,6 +70,7 @@ class Problem:
 
 
 SQUARE, CUBE = {"interior": 900, "boundary": 120}, {"interior": 3000, "boundary": 500}
+STRIP = {"interior": 2540, "boundary": 80, "initial": 160}
 PROBLEMS = {
     "poisson2d": Problem("Poisson 2d, 257 parameters", lambda: Poisson(2), [64], SQUARE),
     "poisson2d_deep": Problem("Poisson 2d, 9,873 parameters", lambda: Poisson(2), [64, 64, 48, 48], SQUARE),
@@ -85,12 +86,9 @@ PROBLEMS = {
         "heat 1d, 9,873 parameters", Heat, [64, 64, 48, 48], {"interior": 900, "boundary": 60, "initial": 60}
     ),
     "poisson5d": Problem("Poisson 5d, 449 parameters", lambda: Poisson(5, "sum"), [64], CUBE),
-    "burgers": Problem(
-        "Burgers, 921 parameters",
-        Burgers,
-        [20, 20, 20],
-        {"interior": 2540, "boundary": 80, "initial": 160},
-        redrawn=True,
+    "burgers": Problem("Burgers, 921 parameters", Burgers, [20, 20, 20], STRIP, redrawn=True),
+    "burgers_smooth": Problem(
+        "Burgers with ν = .01, 921 parameters", lambda: Burgers(0.01), [20, 20, 20], STRIP, redrawn=True
     ),
     "allen_cahn": Problem(
         "Allen-Cahn, ten times 449 parameters", AllenCahn, [16, 16], {"interior": 600, "initial": 100}, redrawn=True
@@ -234,6 +232,7 @@ def train(problem: str, method: str, seed: int, seconds: float) -> harness.Run:
     draws = PointDraws(
         equation.regions, setting.counts, draws_per_epoch=1, redraw_every_n_steps=1, seed=seed,
         residual_share=residual_share, residuals=module,
+        max_points=10 * sum(p.numel() for p in module.parameters()) if setting.redrawn else None,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(10**6 + seed)
     fresh = {name: equation.regions[name].sample(n, generator) for name, n in setting.counts.items()}

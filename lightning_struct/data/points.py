@@ -1,5 +1,6 @@
 """Points of a differential equation's regions, drawn anew while a network is trained on them."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -19,6 +20,13 @@ Points: TypeAlias = dict[str, Tensor]  # by the name of the block: (n, d)
 
 # Points that a residual is evaluated at, for each that is taken in proportion to it.
 _CANDIDATES = 10
+# The number of points doubles if the loss on new points has not halved in so many draws, and is larger than that on the
+# last points by more than this factor.
+_PATIENCE, _GAP = 5, 2.0
+# A loss this many times the lowest one is that of another problem, as of the next interval of time: draws count anew.
+_RISE = 10.0
+# Bounds on the number of points that grows by itself: for each trained parameter, and in all.
+_POINTS_PER_PARAMETER, _MOST_POINTS = 10, 30_000
 # Parts of the seed: the points of training, of validation, of the test.
 _TRAIN, _VAL, _TEST = range(3)
 
@@ -26,9 +34,14 @@ _TRAIN, _VAL, _TEST = range(3)
 class PointDraws(IndependentDraws):
     """Points of several regions, which stay for some steps and are drawn anew then.
 
-    Of each region there is a fixed share of the batch. Where the batch grows (``GrowingBatchSize``), points are added
-    to those that are there. What a draw is depends on the seed and its number, and with ``residual_share`` on the
-    weights at the step that drew it: :meth:`state_dict` has the points.
+    Of each region there is a fixed share of the batch. If the batch grows (``GrowingBatchSize``), points are added to
+    those that are there. What a draw is depends on the seed and its number, and with ``residual_share`` or
+    ``max_points`` on the weights at the step that drew it: :meth:`state_dict` has the points.
+
+    With ``max_points`` the number of points grows with the accuracy. It doubles when the steps fit the points rather
+    than the equation: when the loss ½ Σ_b mean r² on new points has not halved in five draws, and is more than twice
+    that on the last ones. In a linear regression with n points and p parameters it is (n + p)/(n - p) times that, so
+    that about three points for each parameter in use are enough. A ``batch_size`` that is set ends this.
 
     Args:
         regions: by the name of the block.
@@ -37,8 +50,8 @@ class PointDraws(IndependentDraws):
         redraw_every_n_steps: batches that have the same points; None for all.
         residual_share: share of the points of each block, in [0, 1), that are taken from ten times as many candidates
             in proportion to the absolute value of their residuals. All others are uniformly distributed.
-        residuals: the residuals of the network that is trained, by block; they are asked for where ``residual_share`` >
-            0.
+        residuals: the residuals of the network that is trained, by block, for ``residual_share`` and ``max_points``.
+        max_points: number of points of all blocks that doubling does not exceed; None leaves their number as it is.
         seed: of the draws, not negative.
         num_replicas: processes that share a draw; None takes those of torch.distributed when the draw is made.
         rank: of this process; None likewise.
@@ -67,25 +80,26 @@ class PointDraws(IndependentDraws):
         redraw_every_n_steps: int | None = 5,
         residual_share: float = 0.0,
         residuals: Callable[[Points], Mapping[str, Tensor]] | None = None,
+        max_points: int | None = None,
         seed: int = 0,
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
         check_counts(regions, counts)
         _check_redraws(redraw_every_n_steps, residual_share)
-        if residual_share > 0 and residuals is None:
-            raise MisconfigurationException(
-                f"residual_share={residual_share} needs the residuals of a network: train with a Trainer, or set it to "
-                "0"
-            )
+        _check_max_points(max_points)
+        for name, value, off in (("residual_share", residual_share, 0), ("max_points", max_points, None)):
+            if value and residuals is None:
+                raise MisconfigurationException(
+                    f"{name}={value} needs the residuals of a network: train with a Trainer, or set it to {off}"
+                )
         self.regions, self.counts = dict(regions), {block: counts[block] for block in regions}
         self.redraw_every_n_steps, self.residual_share = redraw_every_n_steps, residual_share
-        self._residuals = residuals
+        self._residuals, self.max_points = residuals, max_points
         self._period: int | None = None
         self._points: Points = {}
-        super().__init__(
-            _NoDataset(), sum(counts.values()), draws_per_epoch, seed=seed, num_replicas=num_replicas, rank=rank
-        )
+        self._lowest_loss, self._waited, self._own_size = math.inf, 0, sum(counts.values())
+        super().__init__(_NoDataset(), self._own_size, draws_per_epoch, seed=seed, num_replicas=num_replicas, rank=rank)
 
     @property
     def samples(self) -> None:
@@ -101,17 +115,12 @@ class PointDraws(IndependentDraws):
         """The draw of this number over all processes, by block: (n, d), float64."""
         period = 0 if self.redraw_every_n_steps is None else number // self.redraw_every_n_steps
         if period != self._period:
-            self._period, self._points = period, {}
-        sizes = self._sizes()
-        held = {block: len(points) for block, points in self._points.items()}
-        missing = {block: max(size - held.get(block, 0), 0) for block, size in sizes.items()}
-        if any(missing.values()):
-            more = self._sample(missing, seeded_generator(self.seed, _TRAIN, period, sum(held.values())))
-            self._points = {
-                block: torch.cat([self._points[block], points]) if block in held else points
-                for block, points in more.items()
-            }
-        return {block: self._points[block][:size] for block, size in sizes.items()}
+            last, self._period, self._points = self._points, period, {}
+            self._add_points()
+            if last and self.max_points is not None:
+                self._grow(last, self.max_points)
+        self._add_points()
+        return {block: self._points[block][:size] for block, size in self._sizes().items()}
 
     def share(self, draw: Points) -> Points:
         return {block: points.tensor_split(self.num_replicas)[self.rank] for block, points in draw.items()}
@@ -125,11 +134,47 @@ class PointDraws(IndependentDraws):
 
     def held(self) -> dict[str, Any]:
         """The points that stay until they are drawn anew, as a state for :meth:`hold`."""
-        return {"period": self._period, "points": dict(self._points)}
+        growth = {"lowest_loss": self._lowest_loss, "waited": self._waited, "own_size": self._own_size}
+        return {"period": self._period, "points": dict(self._points), "batch_size": self.batch_size, **growth}
 
     def hold(self, state: Mapping[str, Any]) -> None:
         """Go on with the points of a state."""
         self._period, self._points = state["period"], dict(state["points"])
+        self.batch_size = state.get("batch_size", self.batch_size)
+        self._lowest_loss, self._waited = state.get("lowest_loss", math.inf), state.get("waited", 0)
+        self._own_size = state.get("own_size", self._own_size)
+
+    def _grow(self, last: Points, max_points: int) -> None:
+        """Double the number of points if the steps on the last ones fitted these points."""
+        loss, twice = self._loss(self._points), 2 * self.batch_size
+        if loss < 0.5 * self._lowest_loss or loss > _RISE * self._lowest_loss:
+            self._lowest_loss, self._waited = loss, 0
+            return
+        self._waited += 1
+        may_grow = twice <= max_points and self.batch_size == self._own_size
+        if self._waited >= _PATIENCE and may_grow and loss > _GAP * self._loss(last):
+            self._lowest_loss, self._waited = loss, 0
+            self.batch_size = self._own_size = twice
+
+    def _loss(self, points: Points) -> float:
+        """½ Σ_b mean r² at the weights of now."""
+        assert self._residuals is not None
+        blocks = self._residuals(points)
+        squares = [blocks[block].detach().double().square().sum() / len(at) for block, at in points.items()]
+        return 0.5 * torch.stack(squares).sum().item()
+
+    def _add_points(self) -> None:
+        """Draw the points of this period that are missing."""
+        sizes = self._sizes()
+        held = {block: len(points) for block, points in self._points.items()}
+        missing = {block: max(size - held.get(block, 0), 0) for block, size in sizes.items()}
+        if any(missing.values()):
+            assert self._period is not None
+            more = self._sample(missing, seeded_generator(self.seed, _TRAIN, self._period, sum(held.values())))
+            self._points = {
+                block: torch.cat([self._points[block], points]) if block in held else points
+                for block, points in more.items()
+            }
 
     def _sizes(self) -> dict[str, int]:
         """Points of each block in a batch of this size."""
@@ -171,14 +216,17 @@ class PointsDataModule(EvaluatedDataModule):
 
     A training batch has points of every region, by block: a dict of tensors (n, d), in the dtype of the module's
     weights. Points that stay can be fitted by a wrong solution, whose residual is small at the points and large between
-    them; so they are drawn anew, by default every five steps.
+    them; so they are drawn anew, by default every five steps. Their number grows with the accuracy, see
+    :class:`PointDraws`, unless ``residual_share`` is 0.
 
     Held-out points, uniformly distributed and the same in every validation, show the loss that is meant. ``predict``
     has a regular grid of the domain: batches of one tensor (n, d).
 
     Args:
         equation: its regions are drawn from.
-        counts: points of each region in a batch, over all processes together.
+        counts: points of each region in the first batch, over all processes together.
+        max_points: number of points of all regions that doubling does not exceed. If not given, it is ten for each
+            trained parameter, and at most 30,000.
         redraw_every_n_steps: steps after which the points are drawn anew; None keeps those of the first step.
         residual_share: share of the points of each region, in [0, 1), that are drawn in proportion to the absolute
             value of the residual of the module that is trained, which is called with points as for a step (Wu et al., A
@@ -206,6 +254,7 @@ class PointsDataModule(EvaluatedDataModule):
         equation: DifferentialEquation,
         counts: Mapping[str, int],
         *,
+        max_points: int | None = None,
         redraw_every_n_steps: int | None = 5,
         residual_share: float = 0.2,
         steps_per_epoch: int = 50,
@@ -219,6 +268,8 @@ class PointsDataModule(EvaluatedDataModule):
         _check_redraws(redraw_every_n_steps, residual_share)
         checks.check_counts(eval_count=eval_count, steps_per_epoch=steps_per_epoch, predict_count=predict_count)
         checks.check_counts(0, seed=seed)
+        _check_max_points(max_points)
+        self.max_points = max_points
         self.equation, self.counts, self.seed = equation, dict(counts), seed
         self.redraw_every_n_steps, self.residual_share = redraw_every_n_steps, residual_share
         self.steps_per_epoch, self.eval_count, self.predict_count = steps_per_epoch, eval_count, predict_count
@@ -236,7 +287,8 @@ class PointsDataModule(EvaluatedDataModule):
         self._draws = PointDraws(
             self.equation.regions, self.counts, draws_per_epoch=self.steps_per_epoch, seed=self.seed,
             redraw_every_n_steps=self.redraw_every_n_steps, residual_share=self.residual_share,
-            residuals=self._residuals if self.trainer else None, **data_parallel_replicas(self.trainer),
+            residuals=self._residuals if self.trainer else None, max_points=self._max_points,
+            **data_parallel_replicas(self.trainer),
         )  # fmt: skip
         if self._held is not None:
             self._draws.hold(self._held)
@@ -267,6 +319,13 @@ class PointsDataModule(EvaluatedDataModule):
             block: region.sample(counts[block], seeded_generator(self.seed, of_part, index))
             for index, (block, region) in enumerate(self.equation.regions.items())
         }
+
+    @property
+    def _max_points(self) -> int | None:
+        if not self.trainer or self.residual_share == 0:
+            return None
+        trained = (p.numel() for p in self.trainer.lightning_module.parameters() if p.requires_grad)
+        return self.max_points or min(_POINTS_PER_PARAMETER * sum(trained), _MOST_POINTS)
 
     def _residuals(self, points: Points) -> Mapping[str, Tensor]:
         trainer: Any = self.trainer
@@ -317,6 +376,11 @@ def _check_redraws(every_n_steps: int | None, residual_share: float) -> None:
     checks.check("redraw_every_n_steps", every_n_steps, redraws, "a whole number >= 1, or None for points that stay")
     is_share = checks.is_number(residual_share) and 0 <= residual_share < 1
     checks.check("residual_share", residual_share, is_share, "in [0, 1)")
+
+
+def _check_max_points(max_points: int | None) -> None:
+    is_bound = max_points is None or checks.is_count(max_points)
+    checks.check("max_points", max_points, is_bound, "a whole number >= 1, or None")
 
 
 class _PointLoader(DrawLoader):

@@ -54,6 +54,27 @@ def test_larger_batch_has_more_points_of_each_region_beside_those_that_were_ther
     assert same(before, {block: after[block][: len(points)] for block, points in before.items()})
 
 
+@pytest.mark.parametrize(
+    ("gap", "falls", "sizes"),
+    [
+        (3.0, 1.0, [16] * 6 + [32] * 5 + [64] * 3),  # new points are worse than old ones, and no draw is better
+        (3.0, 0.4, [16] * 14),  # the loss on new points halves from draw to draw
+        (1.1, 1.0, [16] * 14),  # it is that on the last points
+    ],
+)
+def test_points_double_where_steps_fit_the_points_rather_than_the_equation(gap, falls, sizes):
+    seen = set()
+
+    def residuals(points):
+        """Smaller by a factor where the points were asked for before, as those of the draw before."""
+        size = falls ** (len(seen) / 2) * (1.0 if points["interior"][0, 0].item() in seen else gap)
+        seen.add(points["interior"][0, 0].item())
+        return {block: torch.full((len(at), 2), size**0.5) for block, at in points.items()}
+
+    draws = make_draws(redraw_every_n_steps=2, residuals=residuals, max_points=100)
+    assert [sum(map(len, draws.draw(2 * number).values())) for number in range(14)] == sizes
+
+
 def test_shares_of_processes_are_the_draw_of_one():
     shares = [next(iter(make_draws(num_replicas=2, rank=rank))) for rank in (0, 1)]
     joined = {block: torch.cat([share[block] for share in shares]) for block in REGIONS}
@@ -171,20 +192,32 @@ def test_held_out_points_are_none_of_training_and_stay(tmp_path):
     assert not held_out & set(tested["interior"][:, 0].tolist())
 
 
+class Uneven(Fitted):
+    """Its loss is another one in each draw, and does not fall."""
+
+    def forward(self, points):
+        return {block: self.weight * (8 * at[:, 0].mean()).exp().expand(len(at)) for block, at in points.items()}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+UNEVEN = {"residual_share": 0.1, "redraw_every_n_steps": 3, "steps_per_epoch": 10, "max_points": 70}
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """The batches of a run whose points depend on the weights, and the folder of its checkpoints after every step."""
+    """The batches of a run whose points and their number depend on the loss, and the folder of its checkpoints."""
     directory = tmp_path_factory.mktemp("uninterrupted")
     keep = ModelCheckpoint(directory, filename="{step}", save_top_k=-1, every_n_train_steps=1)
-    data = points_of_heat(residual_share=0.5)
-    return fit(directory, data, callbacks=[keep], enable_checkpointing=True), directory
+    return fit(directory, points_of_heat(**UNEVEN), Uneven(), callbacks=[keep], enable_checkpointing=True), directory
 
 
-@pytest.mark.parametrize("step", [7, 8])  # within an epoch and after one, and both within five steps of the same points
+@pytest.mark.parametrize("step", [20, 23])  # after an epoch and within one, and both within three steps of same points
 def test_resumed_run_sees_the_points_of_the_uninterrupted_one(tmp_path, uninterrupted, step):
     whole, directory = uninterrupted
-    resumed = fit(tmp_path, points_of_heat(residual_share=0.5), ckpt_path=directory / f"step={step}.ckpt")
-    assert len(whole) == 12 and len(resumed) == 12 - step
+    resumed = fit(tmp_path, points_of_heat(**UNEVEN), Uneven(), ckpt_path=directory / f"step={step}.ckpt")
+    assert len(whole) == 30 and len(whole[0]["interior"]) == 20 and len(whole[-1]["interior"]) == 40
     assert all(same(*pair) for pair in zip(whole[step:], resumed, strict=True))
 
 

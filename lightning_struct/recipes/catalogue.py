@@ -100,7 +100,11 @@ def _equation(trains: str, paper: str, section: str, *fewer: str) -> Recipe:
     )  # fmt: skip
 
 
-FEW_IN_INTERVALS = ("--data.counts={interior: 200, initial: 50}", "--data.steps_per_epoch=20")
+FEW_IN_INTERVALS = (
+    "--data.counts={interior: 200, initial: 50}",
+    "--data.steps_per_epoch=20",
+    "--data.eval_count=1000",
+)
 
 
 def _structured(trains: str, section: str, data: str, data_class: str, quick: tuple[str, ...]) -> Recipe:

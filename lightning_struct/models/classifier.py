@@ -153,7 +153,7 @@ class Classifier(Task):
             raise MisconfigurationException(
                 f"The network makes {tuple(outputs.shape)} of {len(inputs)} samples, but "
                 f"num_classes={self.num_classes} asks for {(len(inputs), self.num_classes)}: give both the same "
-                "classes"
+                "number"
             )
         return outputs
 

@@ -310,7 +310,7 @@ def in_intervals(equation, intervals, number):
     return network
 
 
-@pytest.mark.parametrize(("equation", "later"), [(Wave(), 0.25), (Convection(), 0.25), (VanDerPol(), 2.5)], ids=str)
+@pytest.mark.parametrize(("equation", "later"), [(Wave(), 0.25), (Convection(), 0.25), (VanDerPol(), 2.5)])
 def test_points_of_the_domain_stand_for_those_of_an_interval(equation, later):
     network = in_intervals(equation, 4, 1)
     points = {name: at.double() for name, at in points_of(equation).items()}

@@ -40,7 +40,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, TextIOWrapper):  # names of authors in any encoding
         sys.stdout.reconfigure(errors="replace")
     given = sys.argv[1:] if args is None else list(args)
-    name = parser.parse_args(given[:1]).recipe  # what follows is for the recipe to read
+    name = parser.parse_args(given[:1]).recipe  # the rest is for the recipe to read
     if name is None:
         print(recipe_list())
     elif name not in RECIPES:
@@ -94,7 +94,7 @@ def config_list(name: str) -> str:
 
 
 def _comment(name: str, config: str) -> str:
-    """The first lines of a config, which say what it is."""
+    """The first lines of a config, which describe it."""
     words = []
     for line in (config_directory(name) / f"{config}.yaml").read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):

@@ -85,8 +85,8 @@ class ReconstructionPlot(Callback):
     Raises:
         MisconfigurationException: if an argument is out of range; at the start of fit, if matplotlib or the validation
             loader is missing, or the log directory cannot be written to; in the first validation, if the batch has no
-            images where they are looked for, the module does not return a tensor, or either cannot be drawn (see
-            :func:`plot_reconstructions`).
+            images at the place where they are looked for, the module does not return a tensor, or either cannot be
+            drawn (see :func:`plot_reconstructions`).
 
     Example:
         >>> from lightning import Trainer

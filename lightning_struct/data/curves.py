@@ -93,7 +93,7 @@ def generate_curves(count: int, *, seed: int = 0, size: int = IMAGE_SIZE) -> Ten
 def synthetic_digits(count: int, size: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Images of ten kinds of figure, each of two curved strokes whose points are shifted at random.
 
-    The ten figures are the same for every ``seed`` and ``count``, so that what is learned on one sample holds on
+    The ten figures are the same for every ``seed`` and ``count``, so that a network that learns one sample fits
     another. Of each stroke there are at most 300 drawings; an image has one of them for either stroke.
 
     Args:

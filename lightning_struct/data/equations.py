@@ -205,7 +205,7 @@ class DifferentialEquation(ABC):
     MyEquation(DifferentialEquation, nn.Module)``.
 
     Attributes:
-        domain: where the solution is wanted.
+        domain: the region in which the solution is wanted.
         regions: where residuals are: a region by the name of each block. The block ``"interior"`` is the domain.
         coordinates: names of the coordinates of a point, for pictures.
         time: index of the coordinate that is time, if the equation is to be solved in intervals of time, one after
@@ -245,7 +245,7 @@ class DifferentialEquation(ABC):
             points: (n, d).
 
         Returns:
-            (n,), or (n, k) where a point has k conditions.
+            (n,), or (n, k) if a point has k conditions.
         """
 
     def residuals(self, u: Field, points: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -276,7 +276,7 @@ class DifferentialEquation(ABC):
 
 
 def check_equation(equation: object) -> None:
-    """Refuse what is no equation, as its name or its class, and one without a domain or regions.
+    """Refuse a value that is no equation, as its name or its class, and one without a domain or regions.
 
     Raises:
         MisconfigurationException: it is none, or something is missing.

@@ -198,7 +198,7 @@ class PointDraws(IndependentDraws):
             candidates = {block: self.regions[block].sample(number, generator) for block, number in numbers.items()}
             residuals = self._residuals(candidates)
             for block, count in chosen.items():
-                # absolute values of residuals, or norms where a point has several: (n,), float64
+                # absolute values of residuals, or norms if a point has several: (n,), float64
                 sizes = residuals[block].detach().to("cpu", torch.float64).reshape(numbers[block], -1).norm(dim=1)
                 if not sizes.isfinite().all():
                     where = candidates[block][~sizes.isfinite()][0].tolist()
@@ -393,7 +393,7 @@ class _PointLoader(DrawLoader):
 
 
 class _NoDataset(Dataset):
-    """Stands where a loader's data set is: what is drawn are the points themselves."""
+    """Stands for a loader's data set: the points themselves are drawn."""
 
     def __getitems__(self, points: Any) -> Any:
         return points

@@ -221,7 +221,7 @@ class ResizableLoader:
         delivered: batches that were read in this pass.
         sizes_read: samples of the last few of them. A stream's are counted as they are collated, unless the loader's
             class has its own ``__iter__``: then they are those that were asked for.
-        nominal: while it is true, ``len(loader)`` is what it was before: as if no size had been changed.
+        nominal: while it is true, ``len(loader)`` is the same as before a size was changed.
         on_split: is called with the samples of a batch that ``collate_fn`` could not put together, and with its error,
             before they are read in batches of the first size instead; None: that ends the pass.
 
@@ -362,7 +362,7 @@ class ResizableLoader:
         if before != now:
             raise MisconfigurationException(
                 f"The checkpoint has the states of {before} random generators of the training loader and its sampler, "
-                f"but these have {now}: make the loader with generator=... where it had one in the run that is "
+                f"but these have {now}: make the loader with generator=... if it had one in the run that is "
                 "resumed, and without where it had none"
             )
         if self.iterable and position["delivered"] and position["workers"] != self.loader.num_workers:

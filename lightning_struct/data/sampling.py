@@ -61,7 +61,7 @@ class IndependentDraws(DistributedSampler):
         if (num_replicas is None) != (rank is None):
             raise MisconfigurationException(f"Give num_replicas and rank together, not {num_replicas} and {rank}")
         super().__init__(dataset, num_replicas=num_replicas or 1, rank=rank or 0, seed=seed)
-        self._num_replicas, self._rank = num_replicas, rank  # None again, where they are to be asked for
+        self._num_replicas, self._rank = num_replicas, rank  # None again, if they are to be asked for
         self.draws_per_epoch = draws_per_epoch
         self._first_draw, self._draws_done, self._begun = 0, 0, False
         self.batch_size = batch_size
@@ -82,7 +82,7 @@ class IndependentDraws(DistributedSampler):
         samples = self.samples
         if samples is not None and not 1 <= batch_size <= samples:
             raise MisconfigurationException(
-                f"batch_size must be from 1 to the {samples} samples of the data set, of which a draw takes none "
+                f"batch_size must be from 1 to the {samples} samples of the data set: a draw takes none "
                 f"twice, but is {batch_size}"
             )
         if batch_size < self.num_replicas:
@@ -172,7 +172,7 @@ class DrawLoader(DataLoader):
     """A ``DataLoader`` over :class:`IndependentDraws` that resumes in the middle of an epoch.
 
     A ``TensorDataset`` is indexed once per batch; the samples of any other map-style data set are fetched (by
-    ``__getitems__`` where there is one) and collated as a ``DataLoader`` does. Lightning saves the state of the draws
+    ``__getitems__`` if there is one) and collated as a ``DataLoader`` does. Lightning saves the state of the draws
     in its checkpoints, and a run that is resumed from within an epoch goes on with the very next draw.
 
     For example::
@@ -182,7 +182,7 @@ class DrawLoader(DataLoader):
     Args:
         dataset: map-style.
         sampler: the draws.
-        collate_fn: makes a batch of what the data set returns for the indices of a draw; None takes torch's default,
+        collate_fn: makes a batch of the samples of a draw; None takes torch's default,
             and the indexed tensors of a ``TensorDataset`` as they are.
         num_workers: only 0.
         **options: others of ``DataLoader``, such as ``pin_memory``.

@@ -21,8 +21,8 @@ _PACKAGES = ("lightning_struct", "torch", "lightning", "pytorch_lightning", "con
 class NotFinite(ValueError, FloatingPointError):
     """NaN or infinity in data, weights, outputs or a loss: training has diverged, or something is damaged.
 
-    It is a ``ValueError``, as other refusals of a step are, and a ``FloatingPointError``, as what solvers find amidst
-    their products is: by that the command line of the recipes tells it from a defect.
+    It is a ``ValueError``, as other refusals of a step are, and a ``FloatingPointError``, as errors that solvers find
+    amidst their products is: by that the command line of the recipes tells it from a defect.
     """
 
 
@@ -131,10 +131,10 @@ def checked(function: Checked) -> Checked:
 
 
 def _tests_of(annotation: Any, scope: dict[str, Any]) -> list[tuple[Callable[[Any], bool], str]]:
-    """Tests of a value, of which one must hold; none if a type in the annotation is no class."""
+    """Tests of a value, one of which must hold; none if a type in the annotation is no class."""
     try:
         given = eval(annotation, scope) if isinstance(annotation, str) else annotation
-    except (NameError, TypeError):  # of what is imported for type checkers alone
+    except (NameError, TypeError):  # names that are imported for type checkers alone
         return []
     tests = []
     for part in get_args(given) if get_origin(given) in (Union, UnionType) else [given]:

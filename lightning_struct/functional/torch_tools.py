@@ -1,7 +1,7 @@
 """Helpers on torch: calls of modules, operators for compilers, and the names of torch that are not public.
 
 The private names are used here alone and were checked with torch 2.6 to 2.15. Fields of modules and tensors that all of
-torch's ecosystem reads (``_parameters``, ``_buffers``, ``_version``) are read where they are needed.
+torch's ecosystem reads (``_parameters``, ``_buffers``, ``_version``) are read wherever they are needed.
 """
 
 import sys
@@ -30,12 +30,12 @@ def current_backward() -> int:
 
 
 def writes_in_place(operation: Any) -> bool:
-    """Whether what a node of a recorded graph calls is an operation of torch that changes a tensor."""
+    """Whether a node of a recorded graph calls an operation of torch that changes a tensor."""
     return isinstance(operation, OpOverload) and operation._schema.is_mutable
 
 
 def norms_of_each(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """The Euclidean norm of each tensor, all at once; computed in ``dtype`` where one is given."""
+    """The Euclidean norm of each tensor, all at once; computed in ``dtype`` if one is given."""
     return torch._foreach_norm(list(tensors), 2, dtype)
 
 
@@ -47,8 +47,8 @@ def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any,
     has compiled runs as it is in Python: compiled graphs have no second derivatives.
 
     Args:
-        module: what is called.
-        tensors: name -> what stands for the parameter or buffer of that name.
+        module: it is called.
+        tensors: name -> the tensor in place of the parameter or buffer of that name.
         args: of the call.
     """
     own = [(layer, dict(layer._parameters), dict(layer._buffers)) for layer in module.modules()]
@@ -106,7 +106,7 @@ def opaque_operator(
 
     Args:
         name: of the operator.
-        function: of tensors, of which none is a part of the result.
+        function: of tensors, none of them a part of the result.
         empty_result: makes a tensor of the shape, the dtype and the device of the result.
     """
     qualified = f"lightning_struct::{name}"

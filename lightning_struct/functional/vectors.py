@@ -11,7 +11,7 @@ Vector: TypeAlias = Tensor | Mapping[str, Tensor]
 
 
 def leaves(vector: Any, like: Vector | None = None, name: str = "a vector") -> list[Tensor]:
-    """The tensors of a vector, detached, in the order of ``like`` where one is given; errors call it by ``name``.
+    """The tensors of a vector, detached, in the order of ``like`` if one is given; errors call it by ``name``.
 
     Raises:
         TypeError: neither a tensor nor a mapping; without ``like``, other numbers than float32 and float64.

@@ -207,7 +207,7 @@ class PhysicsInformedNetwork(Task):
 
     It is called with points, by block, and returns the residuals there. The loss is the sum over blocks of half the
     mean squared residual. Logged are ``train_loss``; ``val_loss`` and ``test_loss``, those of points that are not
-    trained on, and their part of each block, as ``val_loss_interior``; and where the solution is known
+    trained on, and their part of each block, as ``val_loss_interior``; and if the solution is known
     ``relative_l2_error``, ‖u - solution‖/‖solution‖ over the interior points of a validation or test.
 
     For example::
@@ -278,7 +278,7 @@ class PhysicsInformedNetwork(Task):
             )
 
     def forward(self, points: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Residuals at points (n, d) by block: (n,), or (n, k) where a point has k conditions."""
+        """Residuals at points (n, d) by block: (n,), or (n, k) if a point has k conditions."""
         if self.training and isinstance(self.network, IntervalNetwork):
             return self.network.residuals(self.equation, points)
         return self.equation.residuals(self.network, points)

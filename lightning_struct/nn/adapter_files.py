@@ -274,7 +274,7 @@ def _named_updates(model: nn.Module) -> list[tuple[str, StructuredUpdate]]:
 
 
 def names_in_folder(model: nn.Module) -> dict[str, str]:
-    """The names that a folder has for the state of the active adapter, and of what is trained beside it.
+    """The names that a folder has for the state of the active adapter, and of parameters that are trained beside it.
 
     They are those of a model that has no other adapter.
     """

@@ -350,7 +350,7 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Any]:
 
 @checked
 def load_adapter_state_dict(model: Model, state_dict: Mapping[str, Any]) -> Model:
-    """Load what :func:`adapter_state_dict` returned into a model with the same base and the same adapters.
+    """Load a result of :func:`adapter_state_dict` into a model with the same base and the same adapters.
 
     Args:
         model: after :func:`add_adapters` with the same arguments.

@@ -6,7 +6,7 @@ rows below it. Two things help.
 - A start from the displacement itself. W - A W Bᵀ = G Hᵀ is linear in each row of A and G for fixed B and H, and in
   each row of B and H for fixed A and G: small least-squares problems, solved in turn (:func:`fit_subdiagonals`).
 - Coordinates in which a parameter moves few entries. A subdiagonal operator without zeros is A = c D Z D⁻¹ with
-  diagonal D, so M = D_a M' D_b, where M' has shifts for operators. The search goes over D, G' = D⁻¹ G and what is left
+  diagonal D, so M = D_a M' D_b, where M' has shifts for operators. The search goes over D, G' = D⁻¹ G and the rest
   of A (:class:`BalancedCoordinates`).
 """
 
@@ -187,7 +187,7 @@ def _fit_rows(
     if not with_corner:
         squared[0] = along[0] = 0
         cross[0] = 0
-    # The row of G is eliminated: what is left of the row above, and of W, when their parts along H are taken away.
+    # The row of G is eliminated: the rest of the row above, and of W, when their parts along H are taken away.
     inverse = torch.linalg.pinv(own, hermitian=True)
     along_above, along_w = cross @ inverse, target @ inverse
     remaining = squared - (cross * along_above).sum(1)

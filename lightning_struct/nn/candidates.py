@@ -111,7 +111,7 @@ def smallest_within(
         increase: measures a choice.
 
     Returns:
-        The option of each layer. All layers as they are where no smaller choice that is tried is within ``allowed``.
+        The option of each layer. All layers as they are if no smaller choice that is tried is within ``allowed``.
     """
     best = [0] * len(options)
     low, high = _smallest(options), _size(options, best)
@@ -161,7 +161,7 @@ def low_rank_near_outputs(linear: nn.Linear, ranks: Sequence[int], moment: Tenso
     """Factories of :class:`LowRank` near to a layer, of several ranks.
 
     The matrix M of rank r with the least Σ ‖M x - W x‖² is U Uᵀ W, U the first r eigenvectors of Σ y yᵀ, y = W x
-    (principal components). A small share of W Wᵀ is added to that: where all inputs are of equal power, M is the
+    (principal components). A small share of W Wᵀ is added to that: if all inputs are of equal power, M is the
     truncated singular value decomposition.
 
     Args:

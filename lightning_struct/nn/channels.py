@@ -143,7 +143,7 @@ def has_linear_weight(layer: nn.Module) -> bool:
 
 
 def why_not_linear(layer: nn.Module) -> str | None:
-    """The reason why a layer with such a weight may not compute what ``nn.Linear`` does; None if it does."""
+    """The reason why a layer with such a weight may not compute as ``nn.Linear`` does; None if it does."""
     if is_affine(layer):
         return None
     return (
@@ -198,5 +198,5 @@ def linear_of(layer: nn.Module) -> nn.Linear:
 
 def _as_patch_linear(convolution: Any) -> nn.Linear:
     linear = linear_with(convolution.weight.flatten(1), convolution.bias, convolution.training)
-    linear.weight.requires_grad_(convolution.weight.requires_grad)  # where it is a copy, too, as of channels last
+    linear.weight.requires_grad_(convolution.weight.requires_grad)  # also if it is a copy, as of channels last
     return linear

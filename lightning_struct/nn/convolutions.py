@@ -201,7 +201,7 @@ def replace_conv(
         print(replacement_report(model))
 
     With n pixels in a channel that goes in and m in one that comes out, each block is a matrix m x n between two
-    channels, where a convolution has the Toeplitz matrix of a filter. So the sizes of images must be known: the model
+    channels, as a convolution has the Toeplitz matrix of a filter. So the sizes of images must be known: the model
     is run once on an example, in eval mode and without gradients. From then on it takes images of that size alone.
     A filter of 3 x 3 has 9 numbers, a block of most classes more than its images have pixels: the blocks can do more,
     and are not smaller. They are made and called one by one, so a warning names layers with more than 10,000.
@@ -325,7 +325,7 @@ def blocks_in_place_of(
     def block(in_features: int, out_features: int, bias: bool) -> nn.Module:
         linear = nn.Linear(in_features, out_features, bias=False, device="meta").train(layer.training)
         weight = layer.weight.new_empty(()).expand(out_features, in_features)
-        if from_linear:  # the Toeplitz matrix (m, n) of a filter: its columns are what it makes of each pixel
+        if from_linear:  # the Toeplitz matrix (m, n) of a filter: its columns are its outputs for each pixel
             filter = next(filters)
             geometry = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
             single = type(layer)(1, 1, *geometry, bias=False, padding_mode=layer.padding_mode, device="meta")

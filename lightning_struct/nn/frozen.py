@@ -291,7 +291,7 @@ def _innermost(matrix: Any) -> Any:
 
 
 def _completed(matrix: Any) -> Any:
-    """The matrix with what was left out when it was frozen."""
+    """The matrix with the entries that were left out when it was frozen."""
     if isinstance(matrix, LeadingSubmatrix | ReversedColumns):
         return dataclasses.replace(matrix, matrix=_completed(matrix.matrix))
     return matrix.completed() if hasattr(matrix, "completed") else matrix

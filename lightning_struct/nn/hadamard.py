@@ -265,7 +265,7 @@ class RandomizedHadamard(_HadamardLinear):
 
     @torch.no_grad()
     def _set_what_is_random(self) -> None:
-        """Set signs and orders, which are always the same, where the parameters have values."""
+        """Set signs and orders, which are always the same, if the parameters have values."""
         if self.G.is_meta:
             return
         for name in ("output_signs", "input_signs", "order"):

@@ -19,7 +19,7 @@ from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.torch_modules import copy_hooks, take_hooks
 
 Structure = dict[str, dict[str, Any]]
-"""The class of each structured layer and its arguments, by the name of what it stands for. A class from outside of this
+"""The class of each structured layer and its arguments, by the name that stands for it. A class from outside of this
 package has its module before its name, as ``"package.module:Name"``."""
 
 _NOT_ARGUMENTS = ("self", "in_features", "out_features", "bias", "device", "dtype")
@@ -76,7 +76,7 @@ def apply_structure(model: Model, structure: Mapping[str, Mapping[str, Any]]) ->
 
     Args:
         model: as the compressed one was before, changed in place. Layers that have their structure already stay.
-        structure: what :func:`layer_structure` returned.
+        structure: a result of :func:`layer_structure`.
 
     Returns:
         ``model``; the new layer if it is a layer itself.

@@ -214,7 +214,7 @@ _NONE = -1
 class MethodChoices:
     """Methods by the order of magnitude of the batch, all chosen for the same operators, or nearly the same.
 
-    They are dropped after 100 products, where the parameters change next. So between two changes of the parameters the
+    They are dropped after 100 products, when the parameters change next. So between two changes of the parameters the
     same product is computed by the same method: also where activations are computed again for the backward pass.
     """
 
@@ -370,7 +370,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
             return subdiagonal_matmul(*weights, x, self.method)
         if not has_values(self.subdiagonal_a):
             # No values can be read under torch.func: without an earlier choice one that is right for any, and so it is
-            # for operators of several models, of which the choice may be that of another one.
+            # for operators of several models: the choice may be that of another one.
             choices = None if _is_mapped_over(self.subdiagonal_a) else self._choices
             latest = None if choices is None else choices.latest
             return subdiagonal_matmul(*weights, x, latest or method_for_any_operators(self.rows, self.columns))

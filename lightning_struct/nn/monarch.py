@@ -49,7 +49,7 @@ class Monarch(StructuredLinear):
     Args:
         in_features, out_features, bias, device, dtype: see :class:`StructuredLinear`.
         blocks: b, from 1 to the smaller of both sizes. None: the largest divisor of both sizes up to the square root of
-            the smaller one, with which the count is least; or that root, rounded down, where no divisor is near.
+            the smaller one, with which the count is least; or that root, rounded down, if no divisor is near.
         rank: r, at most the smaller side of a block. None: such that L and R have the width of the smaller side of M
             between them, as Monarch matrices have: r = 1 with b = √n.
 
@@ -240,7 +240,7 @@ class Butterfly(StructuredLinear):
             self.places.copy_(places)
         for factor in self.factors:
             _random_orthogonal_(factor)
-        self.factors[0].mul_((self.length / self.in_features) ** 0.5)  # what is filled up has no variance
+        self.factors[0].mul_((self.length / self.in_features) ** 0.5)  # the filling has no variance
 
     def _dense(self) -> Tensor:
         columns = self.in_features if self.places is None else self.length
@@ -268,7 +268,7 @@ class Butterfly(StructuredLinear):
         return ReorderedMonarch(matrix, self.places, self.length - self.in_features)
 
     def _as_monarch(self, columns: int) -> tuple[Tensor, Tensor]:
-        """L and R, what the rows and the first columns need of them."""
+        """The parts of L and R that the rows and the first columns need."""
         return leading_blocks(*butterfly_as_monarch(self.factors), self.out_features, columns)
 
     @classmethod

@@ -151,7 +151,7 @@ class RecursiveLinear(nn.Linear):
         return residuals / samples if samples > 0 else torch.full_like(residuals, float("inf"))
 
     def add_outputs(self, number: int) -> None:
-        """Add outputs: the layer becomes what it were if it had had them all along, with targets of zero.
+        """Add outputs: the layer becomes the one that had them all along, with targets of zero.
 
         Args:
             number: how many, >= 1.

@@ -47,7 +47,7 @@ def replace_linear(
     With SGD many classes need a lower learning rate than ``nn.Linear``.
 
     It also replaces layers that were declared by their matrix
-    (:func:`~lightning_struct.functional.layers.registry.register_layer`) or that compute what ``nn.Linear`` does, such
+    (:func:`~lightning_struct.functional.layers.registry.register_layer`) or that compute as ``nn.Linear`` does, such
     as ``Conv1D`` of transformers. A class derived from ``nn.Linear`` whose ``forward`` computes something else stays,
     unless ``include`` has the full name of the layer, or the layer itself. An ``nn.MultiheadAttention`` becomes a
     :class:`~lightning_struct.nn.StructuredAttention`, whose projections can be selected as ``q_proj``, ``k_proj``,
@@ -168,8 +168,8 @@ def called_attention(
         is_wanted: of the name and the attention; the others stay, as those do that cannot call their projections.
 
     Yields:
-        ``model``, or what calls its projections if it is attention itself; and for each projection in the memory of its
-        own the one that it stands for, and the attention.
+        ``model``, or the caller of its projections if it is attention itself; and for each projection in the memory of
+        its own the one that it stands for, and the attention.
     """
     made: dict[nn.MultiheadAttention, StructuredAttention] = {}
     places: list[tuple[str, nn.MultiheadAttention]] = []
@@ -244,7 +244,7 @@ def set_modules(model: Model, places: list[tuple[str, nn.Module]]) -> Model:
 
 
 def replacement(name: str, linear: nn.Linear, factory: LayerFactory) -> nn.Module:
-    """The layer in place of an ``nn.Linear``: on its device, in its dtype and mode, trained where that one is.
+    """The layer in place of an ``nn.Linear``: on its device, in its dtype and mode, trained if that one is.
 
     Raises:
         TypeError: a layer is given as the factory, or it makes none.
@@ -301,7 +301,7 @@ def log_left(name: str, layer: nn.Module, reason: str) -> None:
 
 
 def check_makes_layers(factory: LayerFactory) -> None:
-    """Raise a TypeError for a layer in place of what makes one, and for a factory that takes other arguments."""
+    """Raise a TypeError for a layer in place of its factory, and for a factory that takes other arguments."""
     if isinstance(factory, nn.Module):
         name = type(factory).__name__
         raise TypeError(f"the factory is a layer, but must make layers: give {name}, or functools.partial({name}, ...)")
@@ -310,7 +310,7 @@ def check_makes_layers(factory: LayerFactory) -> None:
     called = factory if isinstance(factory, functools.partial) else functools.partial(factory)
     try:
         signature = inspect.signature(called.func)
-    except (TypeError, ValueError):  # such as a class in C: it says itself what it does not take
+    except (TypeError, ValueError):  # such as a class in C, whose own error says enough
         return
     try:
         signature.bind(*called.args, 1, 1, **{**called.keywords, "bias": True})

@@ -45,7 +45,7 @@ class ReplacementReport(str):
 def replacement_report(model: nn.Module) -> ReplacementReport:
     """A table of the structured layers below ``model``, and the layers with matrices that were left, with the reasons.
 
-    Its columns are the name, the class with what it was made with, the parameters of the matrix, those of a dense one,
+    Its columns are the name, the class with its arguments, the parameters of the matrix, those of a dense one,
     the compression ratio, and the relative error of those that were made from a trained layer. The last row has all
     parameters of the model, biases and other layers too; adapters have taken the place of nothing there.
 

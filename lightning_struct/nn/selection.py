@@ -53,7 +53,7 @@ class Selection:
 
         Args:
             name: its name in the model.
-            module: itself, or what computes as it does where it is none of the model's.
+            module: itself, or one that computes as it does if it is none of the model's.
             owner: the attention that it is a projection of.
         """
         return self.why_not(name, module, owner) is None
@@ -128,7 +128,7 @@ class _Selectors:
             elif isinstance(selector, type) and issubclass(selector, nn.Module):
                 meant = [module for module in model.modules() if isinstance(module, selector)]
                 if not meant:
-                    raise ValueError(f"{argument} has {selector.__name__}, of which {type(model).__name__} has none")
+                    raise ValueError(f"{argument} has {selector.__name__}, and {type(model).__name__} has none")
                 self.modules.update(id(below) for module in meant for below in module.modules())
             elif callable(selector) and not isinstance(selector, type):
                 self.predicates.append(selector)

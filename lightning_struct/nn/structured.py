@@ -31,8 +31,8 @@ class StructuredLinear(PreparingLinear):
     in the dtype of the parameters (there is no FFT in half precision), and the output has the dtype of autocast, as
     with ``nn.Linear``.
 
-    In eval mode, without gradients to the parameters, the layer prepares what it needs of the parameters alone once for
-    many calls: the dense matrix (at most 64 MiB in float32), or spectra or factors, whichever multiplies faster, or
+    In eval mode, without gradients to the parameters, the layer prepares whatever depends on the parameters alone once
+    for many calls: the dense matrix (at most 64 MiB in float32), or spectra or factors, whichever multiplies faster, or
     both for batches of different sizes. LDR-TD, Vandermonde-like, Cauchy-like and pruned layers always prepare the
     dense matrix, of any size. The prepared forms are made anew when a parameter has changed, and dropped by
     ``train()``, ``eval()``, ``to()`` and each product with gradients to the parameters. A layer that was made in
@@ -196,7 +196,7 @@ class StructuredLinear(PreparingLinear):
         if not torch.compiler.is_compiling() and self._prepared is not None:
             matrix = self._prepared_for(self._prepared, input)
             if matrix is not None:
-                own = self._parameters  # where the bias is found four times as fast
+                own = self._parameters  # in which the bias is found four times as fast
                 return affine(matrix, input, own["bias"] if "bias" in own else self.bias)  # noqa: SIM401
         dtype, device = self._reference.dtype, input.device.type
         if input.shape[-1:] != (self.in_features,):
@@ -248,7 +248,7 @@ class StructuredLinear(PreparingLinear):
         return self
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if name in ("weight", "weight_orig"):  # the second one is what torch.nn.utils.prune makes of the first
+        if name in ("weight", "weight_orig"):  # torch.nn.utils.prune makes the second one from the first
             raise ValueError(
                 f"{type(self).__name__} has no parameter 'weight' that could be pruned, set, or tied to another "
                 f"module's: its matrix is made of {', '.join(self._weights())}. Prune one of these, or take "
@@ -309,7 +309,7 @@ class StructuredLinear(PreparingLinear):
 
     @classmethod
     def _made_near(cls, weight: Tensor, *arguments: Any, **options: Any) -> Self:
-        """A layer where the search for the member nearest to ``weight`` starts."""
+        """A layer from which the search for the member nearest to ``weight`` starts."""
         out_features, in_features = weight.shape
         layer = cls(in_features, out_features, *arguments, **options).to(weight.device)
         with torch.no_grad():
@@ -317,7 +317,7 @@ class StructuredLinear(PreparingLinear):
         return layer
 
     def _start_near(self, weight: Tensor) -> None:
-        """Set the parameters to where the search for the member nearest to ``weight`` starts. Without gradients."""
+        """Set the parameters to the start of the search for the member nearest to ``weight``. Without gradients."""
 
     def _refine(self, weight: Tensor, iterations: int) -> None:
         """Lower ‖M - ``weight``‖ by that many iterations at most."""
@@ -350,7 +350,7 @@ class StructuredLinear(PreparingLinear):
             return self._product(x)
         weights = self._weights()
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values()):
-            self._prepared = None  # what comes next may be a step of an optimizer that leaves no trace
+            self._prepared = None  # the next call may be a step of an optimizer that leaves no trace
             return self._product(x)
         rows = x.shape[:-1].numel()
         prepared = self._prepared  # another thread may drop it meanwhile

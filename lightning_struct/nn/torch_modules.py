@@ -39,7 +39,7 @@ def copy_hooks(new: nn.Module, old: nn.Module, copied: dict[int, Any]) -> None:
     Args:
         new: has none.
         old: keeps its own.
-        copied: what ``copy.deepcopy`` has copied already, by the ids, as its second argument.
+        copied: copies that ``copy.deepcopy`` has made already, by the ids, as its second argument.
     """
     for name in _OF_CALLS:
         hooks = getattr(old, name)
@@ -154,7 +154,7 @@ def recorded(layer: nn.Module, product: Callable[[], Tensor]) -> Tensor:
 
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
-"""The dtypes in which numbers coincide that must be distinct, and of which there are no Fourier transforms."""
+"""The dtypes in which numbers coincide that must be distinct, and which have no Fourier transforms."""
 
 
 def restore_precision(module: nn.Module, before: dict[str, Tensor]) -> None:

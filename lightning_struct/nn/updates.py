@@ -1,4 +1,4 @@
-"""Layers and weights with a structured update beside them: what :func:`~lightning_struct.nn.add_adapters` puts in."""
+"""Layers and weights with a structured update beside them, which :func:`~lightning_struct.nn.add_adapters` makes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StructuredUpdate(nn.Module):
         adapter: M, without a bias.
         scale: s. None: such that s M moves with the first factor of M as a dense weight moves with its entries, on
             average over directions.
-        learned_diagonals: of which sides the diagonals are parameters: ``"none"``, ``"outputs"`` (D) or ``"both"``.
+        learned_diagonals: sides whose diagonals are parameters: ``"none"``, ``"outputs"`` (D) or ``"both"``.
 
     Attributes:
         scale: s, (), a buffer.
@@ -84,7 +84,7 @@ class StructuredUpdate(nn.Module):
             self._start()
 
     def reset_parameters(self) -> None:
-        """Draw new factors of M, the first one zero: after ``to_empty``, where it was made without values."""
+        """Draw new factors of M, the first one zero: after ``to_empty``, if it was made without values."""
         self.adapter.gain = 1.0
         self.adapter.reset_parameters()
         self._start()
@@ -102,7 +102,7 @@ class StructuredUpdate(nn.Module):
 
     @torch.no_grad()
     def _set_diagonals(self, learned: bool = False) -> None:
-        """Set the signs, which no ``state_dict`` has, and the ``learned`` diagonals, where the scale has a value."""
+        """Set the signs, which no ``state_dict`` has, and the ``learned`` diagonals, if the scale has a value."""
         if self.scale.is_meta:
             return
         for name in ("input_diagonal", "output_diagonal"):
@@ -215,7 +215,7 @@ class AdaptedLinear(nn.Module):
         Raises:
             ValueError: the base has none that is stored alike.
         """
-        if name not in ("weight", "bias", "weight_orig"):  # the last one is what torch.nn.utils.prune makes
+        if name not in ("weight", "bias", "weight_orig"):  # the last one is made by torch.nn.utils.prune
             super().register_parameter(name, param)
             return
         now, kind = self.base._parameters.get(name), kind_of(self.base)

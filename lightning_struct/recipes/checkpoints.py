@@ -115,7 +115,7 @@ def compare_optimizers(saved: Mapping[str, Any], present: Mapping[str, Any]) -> 
     (before, settings_before), (now, settings) = _optimizer(saved), _optimizer(present)
     if before != now:
         raise MisconfigurationException(
-            f"The checkpoint has the state of {before}, from which {now} cannot go on: leave out what names another "
+            f"The checkpoint has the state of {before}, from which {now} cannot go on: leave out options of another "
             "optimizer (--config, --model), or train anew, without --ckpt_path"
         )
     changed = [f"{name}={value}" for name, value in settings.items() if settings_before.get(name, value) != value]

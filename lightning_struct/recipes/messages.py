@@ -58,9 +58,9 @@ def run_command(main: Callable[[], Any]) -> None:
     """Run ``main`` as a command.
 
     Errors that the user can put right, a training that diverges among them, end it with one message and exit status 1,
-    and so does what the Trainer and Lightning's callbacks say of their arguments by a ValueError or a RuntimeError, and
-    what a layer says of inputs of another shape or dtype;
-    SIGINT (Ctrl-C) ends it with status 130 and SIGTERM with 143. All other errors are defects and keep their traceback.
+    and so do a ValueError or a RuntimeError of the Trainer and Lightning's callbacks about their arguments, and errors
+    of layers about inputs of another shape or dtype; SIGINT (Ctrl-C) ends it with status 130 and SIGTERM with 143. All
+    other errors are defects and keep their traceback.
     """
     sys.path.append("")  # modules of the working directory can be named in options, as under python -m
     if isinstance(sys.stdout, TextIOWrapper):  # no result of a run is lost for a sign that an encoding lacks

@@ -64,7 +64,7 @@ def lightning_classes(path: str) -> tuple[Any, ...]:
     """The class of each namespace that is imported, to be the second argument of ``isinstance`` and ``issubclass``.
 
     Args:
-        path: where the class is within a namespace.
+        path: of the class within a namespace.
 
     Example:
         >>> import lightning.pytorch

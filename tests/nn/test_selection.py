@@ -56,7 +56,7 @@ def test_numbers_and_other_classes_are_no_selectors(selector):
 
 
 def test_a_class_that_the_model_does_not_have_is_an_error():
-    with pytest.raises(ValueError, match="exclude has Embedding, of which Sequential has none"):
+    with pytest.raises(ValueError, match="exclude has Embedding, and Sequential has none"):
         selected(network(), exclude=nn.Embedding)
 
 

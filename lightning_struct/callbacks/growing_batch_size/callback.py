@@ -81,8 +81,8 @@ class GrowingBatchSize(Callback):
     a cross-validation, the callback starts anew.
 
     Args:
-        max_batch_size: n_max, what memory allows; None: the size of the data set. A checkpoint with a larger batch goes
-            on with this size.
+        max_batch_size: n_max, the most that memory allows; None: the size of the data set. A checkpoint with a larger
+            batch goes on with this size.
         theta: θ > 0 of the norm test: the relative error that the mean gradient may have. 1 is the gradient noise
             scale. None: 0.5, the paper's value, if the module has its own statistics; else 1, and the batch grows only
             when noise undoes the progress, or with ``scale_lr``. Infinite: no norm test.
@@ -251,7 +251,7 @@ class GrowingBatchSize(Callback):
         if self._limit == math.inf and self.schedule is None:
             rank_zero_warn(
                 "GrowingBatchSize(max_batch_size=None) lets the batch grow to the size of the data set, and this one "
-                "has no length: set max_batch_size to what memory allows"
+                "has no length: set max_batch_size to the most that memory allows"
             )
         self._run.on_train_start(pl_module)
         if self.validation.monitor is not None:

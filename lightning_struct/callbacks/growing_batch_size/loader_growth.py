@@ -344,7 +344,7 @@ class LoaderGrowth(BatchGrowth):
             f"The checkpoint was written after {batches} batches of an epoch by a run that kept no position in it: "
             "without GrowingBatchSize, or with mode='accumulate'. GrowingBatchSize passes over as many batches of the "
             "DataLoader's own size. Where their order follows from the epoch or is fixed, the samples trained on are "
-            "those that were left; where it is drawn from the global random state, they are others, but as many"
+            "those that were left; if it is drawn from the global random state, they are others, but as many"
         )
 
     def _resize(self) -> bool:

@@ -28,7 +28,7 @@ from lightning_struct.functional.checks import NotFinite
 # Singular values of R, with columns of norm 1, below this part of the largest are rounding: their directions keep their
 # weights.
 RANK_TOLERANCE = 1e-12
-# Rows of R do not forget below this size, so that the quotient of two forgotten numbers remains what it was; rows of
+# Rows of R do not forget below this size, so that the quotient of two forgotten numbers stays; rows of
 # data must be below its inverse.
 SMALLEST = 1e-150
 # Up to so many columns of F one decomposition by LAPACK takes less time than panels.

@@ -40,7 +40,7 @@ class LayerDerivative(ABC):
 def call_with_derivative(make: Callable[..., LayerDerivative], *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """Return the outputs of ``make(*tensors)``, a node of the graph with the derivative that it gives.
 
-    The graph may be differentiated once, and what that gives once more in the cotangents, of which it is a linear
+    The graph may be differentiated once, and the result once more in the cotangents, in which it is linear
     function; not in the tensors, which are constants of it.
     """
     return _Call.apply(make, *tensors)

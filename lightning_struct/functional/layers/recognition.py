@@ -41,7 +41,7 @@ def recognized_kind(layer: nn.Module) -> LayerKind | None:
     if not _may_be_tried(layer):
         return None
     known = _recognized.setdefault(type(layer), {})
-    # All that decides, with its type and the input, what a layer computes; apart from the values of its weights.
+    # All that decides, with its type and the input, on the outputs of a layer; apart from the values of its weights.
     shapes = tuple((name, None if p is None else (p.shape, p.dtype, p.device)) for name, p in layer._parameters.items())
     key = (_settings(layer), shapes)
     if key not in known:
@@ -139,7 +139,7 @@ _SHAPES: dict[type[nn.Module], Callable[[Any], list[tuple[int, ...]]]] = {
 
 
 def _image(layer: Any, more: int) -> tuple[int, ...]:
-    """An image that is larger than the kernel: what is padded to a multiple of the stride differs in one of two."""
+    """An image that is larger than the kernel: padding to a multiple of the stride differs in one of two."""
     reach = [d * (k - 1) + 1 for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
     return (2, layer.in_channels, *(size + more for size in reach))
 

@@ -15,7 +15,7 @@ from lightning_struct.functional.checks import checked
 from lightning_struct.functional.vectors import inner
 
 _BLOCKS = 8  # of rows of a Gram matrix
-# Rows of J Jᵀ that are computed at once from outer products, so that what is multiplied elementwise stays in the
+# Rows of J Jᵀ that are computed at once from outer products, so that factors of elementwise products stay in the
 # caches.
 _ROWS_AT_ONCE = 128
 # Numbers of the gradients of samples that are computed at once.
@@ -206,7 +206,7 @@ class FactoredJacobian(Jacobian):
         return torch.cat(parts)
 
     def gram_of_rows(self) -> Tensor:
-        """J Jᵀ in float64: what float32 loses by squaring, only a factorisation of J itself could bring back."""
+        """J Jᵀ in float64: float32 loses digits by squaring that only a factorisation of J itself could bring back."""
         gram = lower_gram(self._columns.double())
         for products in self._products.values():
             blocks = [OuterProducts(block.left.double(), block.right.double()) for block in products]

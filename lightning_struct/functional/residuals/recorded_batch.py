@@ -1,7 +1,7 @@
 """Residuals of a whole batch by a record: a graph of the operations on tensors that a module does for the batch.
 
 The residuals alone are wanted several times in a step. A batch that is as large as the last one is recorded as a whole:
-what the module does in Python, and its own derivatives above all, are then done once, and not in each call.
+the module's work in Python, its own derivatives above all, is then done once, and not in each call.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class BatchRecords:
             self.refused = not fits(whole := RecordedBatch(graph, inputs, buffers))
         except torch.OutOfMemoryError:
             return None
-        except Exception as error:  # noqa: BLE001  # a module may do anything, and what cannot be recorded is no error
+        except Exception as error:  # noqa: BLE001  # a module may do anything, and a failure to record is no error
             _log.info("the operations of a batch cannot be recorded: %s", first_line(error))
             self.refused = True
         if self.refused:
@@ -145,8 +145,8 @@ def is_equal_up_to_rounding(values: Tensor, block: Tensor, largest: Callable[[],
     Args:
         values: as many.
         block: the residuals.
-        largest: the largest number that they were computed from, of which rounding may leave a share where the
-            residuals are small. It is asked only where it matters.
+        largest: the largest number that they were computed from; rounding may leave a share of it if the
+            residuals are small. It is asked for only if it matters.
     """
     if values.numel() != block.numel():
         return False

@@ -41,11 +41,11 @@ from lightning_struct.functional.residuals.weight_products import Example, Weigh
 from lightning_struct.functional.torch_tools import call_with, tree_leaves
 
 # Numbers and rows of the Jacobian that are computed at once: their intermediate values take several times as much
-# memory, and pass the processor's caches sooner where the rows are short.
+# memory, and pass the processor's caches sooner if the rows are short.
 _NUMBERS_AT_ONCE, _ROWS_AT_ONCE = 2**24, 2**10
 # Backward passes through a whole batch that are done at once.
 _PASSES_AT_ONCE = 64
-# Points at which the derivative of a record is compared with the module's at least, where all would be too many
+# Points at which the derivative of a record is compared with the module's at least, if all would be too many
 # numbers.
 _CHECKED_POINTS = 64
 
@@ -88,7 +88,7 @@ class BatchResiduals:
     def record_whole(self) -> None:
         """Record the whole batch, or take the record of the last one, so that :meth:`values` takes less time.
 
-        Not where the rows of a block cannot be told apart: J takes much longer there than the residuals. Often the
+        Not if the rows of a block cannot be told apart: J takes much longer there than the residuals. Often the
         operations are those of many steps in time. A thousand take a second to record, and longer than in the module.
         """
         if not self._records.refused:
@@ -162,7 +162,7 @@ class BatchResiduals:
         return None if rows is None else rows.jacobian(params, out, kept)[1]
 
     def _known_rows(self, name: str) -> _Rows | None:
-        """A block row by row, by a record of an earlier batch, of which it is not checked that it gives the values."""
+        """A block row by row, by a record of an earlier batch, whose values are not checked."""
         rows = self._records.kept_rows_of(name, self.blocks[name], self._args)
         return rows if rows is not None and rows.record.derivative_is_checked else None
 
@@ -270,7 +270,7 @@ class RowRecords:
                 fits = rows.give(block, params)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  # a module may do anything, and what cannot be recorded is no error
+        except Exception as error:  # noqa: BLE001  # a module may do anything, and a failure to record is no error
             return self.refuse(name, f"a single row cannot be recorded ({first_line(error)})")
         if not fits:
             with context():
@@ -281,7 +281,7 @@ class RowRecords:
         return rows
 
     def kept_rows_of(self, name: str, block: Tensor, args: tuple[Any, ...]) -> _Rows | None:
-        """The same by a record that is there already, of which it is not checked that it gives the values."""
+        """The same by a record that is there already, whose values are not checked."""
         inputs = BatchInputs(args, block)
         record = None if name in self.refused else self._kept.get(_key(name, inputs, block))
         return None if record is None else _Rows(record, inputs, dict(self.module.named_buffers()))
@@ -311,7 +311,7 @@ class _Record:
         self.derivative_is_checked = False
 
     def remove_detachments(self, example: Example) -> None:
-        """Let derivatives pass where the graph detaches what autograd kept for a backward pass (torch 2.6)."""
+        """Let derivatives pass where the graph detaches tensors that autograd kept for a backward pass (torch 2.6)."""
         for node in self.graph.graph.nodes:
             if node.target is torch.ops.aten.detach.default:
                 node.replace_all_uses_with(node.args[0])
@@ -431,9 +431,9 @@ def _joined(parts: Sequence[OuterProducts]) -> OuterProducts:
 
 
 def _write_by_columns(residuals: Tensor, point: Parameters, out: Tensor) -> bool:
-    """Write J to ``out``, a pass through the whole batch for each column, ∂(Jᵀu)/∂u; or return False, where it fails.
+    """Write J to ``out``, a pass through the whole batch for each column, ∂(Jᵀu)/∂u; or return False if it fails.
 
-    It fails where an operation has no second derivative; some of these say nothing, so that Jᵀu is compared.
+    It fails if an operation has no second derivative; some of these say nothing, so that Jᵀu is compared.
     """
     rows, columns = out.shape
     u = out.new_zeros(rows, requires_grad=True)

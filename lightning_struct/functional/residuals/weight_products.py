@@ -1,7 +1,7 @@
 """Gradients of one recorded function in its weight matrices, as sums of the outer products that they are made of.
 
 If a record multiplies by a weight matrix, x Wᵀ or x W, and does nothing else with it, the gradient in W is a sum of
-outer products over the multiplications: of what is multiplied, x, and of the derivative of the result. Both are a few
+outer products over the multiplications: of the factor x and the derivative of the result. Both are a few
 vectors, where W is a matrix.
 """
 

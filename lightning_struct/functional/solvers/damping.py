@@ -85,7 +85,7 @@ def next_batch_rule(
     """The next step scale σ and damping λ, from how much of a step's gain the next batch shows (not in the SHF paper).
 
     A step lowers the loss of the batch that it was made of, and that of the next batch by r times as much: r is 1 where
-    the step is all signal, and near 0 or below where it fits the noise of its batch. Along a Newton step of noisy data
+    the step is all signal, and near 0 or below if it fits the noise of its batch. Along a Newton step of noisy data
     the best scale is σ = 2 r for small σ. σ grows where r > σ/4, half the ratio at the best scale, and else shrinks, by
     no more than a factor of 1.22 (e^.2) a step and down to .1.
 

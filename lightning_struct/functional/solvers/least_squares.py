@@ -318,7 +318,7 @@ class Bidiagonalisation:
         self.v = [t.clone() for t in product]
         alpha = norm(self.v)
         numbers = torch.stack([beta, alpha, squares]).tolist()
-        if not float32_holds(numbers[2]):  # what is known of Aᵀr0 has lost its digits
+        if not float32_holds(numbers[2]):  # the known value of Aᵀr0 has lost its digits
             self.v = [t.clone() for t in problem.backward(self.u)]
             alpha = norm(self.v)
             numbers[1] = alpha.item()

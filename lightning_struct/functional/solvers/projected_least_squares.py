@@ -12,7 +12,7 @@ from lightning_struct.functional.vectors import float32_holds, inner, root
 _CHECK_EVERY = 10
 # Vectors that a basis has room for at first; then for twice as many, and so on.
 _ROOM = 16
-# Of a vector, that a pass of orthogonalisation leaves at least where no other has to follow; and passes at most.
+# Of a vector, that a pass of orthogonalisation leaves at least if no other has to follow; and passes at most.
 _PART, _PASSES = 0.7, 4
 
 
@@ -29,7 +29,7 @@ class ProjectedLeastSquares:
         rmatvec: u -> Jᵀ u, summed over processes.
         b: right-hand side, (N,), float32 or float64.
         steps: bound on k.
-        damping: a λ at which the solution is wanted: the process ends where its gradient is below ``tolerance`` ‖Jᵀb‖.
+        damping: a λ at which the solution is wanted: the process ends when its gradient is below ``tolerance`` ‖Jᵀb‖.
         tolerance: see ``damping``.
         method: ``"lsmr"`` or ``"lsqr"``.
         all_reduce: sums a tensor over processes that hold some rows of J and b each.
@@ -165,7 +165,7 @@ class _Basis:
         """Append the part of a vector (n,) outside of the basis, at unit norm; return its norm (), 0 if there is none.
 
         A pass that leaves less than a part of the vector leaves rounding errors, too, so that another one follows
-        (Daniel et al. 1976). Where each pass does, there are only rounding errors: the basis spans all that is reached.
+        (Daniel et al. 1976). If each pass does, there are only rounding errors: the basis spans all that is reached.
         On a device that the host would have to wait for, two passes are made in any case.
         """
         norm = self._norm(vector)

@@ -171,8 +171,9 @@ def displacement_rank(M: Tensor, a: Operator, b: Operator, rtol: float | None = 
         M: (m, n).
         a: A of size m, or its matrix (m, m).
         b: B of size n, or its matrix (n, n).
-        rtol: singular values above rtol (‖A‖ + ‖B‖) ‖M‖ count, in spectral norms: relative to what is subtracted, so
-            that a displacement of rounding errors has rank 0. By default, max(m, n) times the machine precision of M.
+        rtol: singular values above rtol (‖A‖ + ‖B‖) ‖M‖ count, in spectral norms: relative to the matrices that are
+            subtracted, so that a displacement of rounding errors has rank 0. By default, max(m, n) times the machine
+            precision of M.
 
     Raises:
         TypeError: M holds integers.

@@ -389,7 +389,7 @@ def subdiagonal_krylov_rows(circle: Tensor, G: Tensor, count: int) -> Tensor:
         (count r, m).
     """
     rows, power = G.mT[None], circle  # A to the power of the rows so far turns by as many places, and weighs them
-    made = max(count, 2)  # so that the derivative of one column by A is zero, and not that of what has no part in it
+    made = max(count, 2)  # so that the derivative of one column by A is zero, not that of another matrix
     while (known := rows.shape[0]) < made:
         rows = torch.cat([rows, power * rows[: made - known].roll(known, -1)])
         power = power * power.roll(known)

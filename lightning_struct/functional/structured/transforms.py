@@ -54,7 +54,7 @@ def toeplitz_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.
 def toeplitz_like_to_dense(G: Tensor, H: Tensor, f: float | Tensor = 1.0, g: float | Tensor = -1.0) -> Tensor:
     """The matrix M (m, n) of :func:`toeplitz_like_matmul` as a product of its Krylov matrices, in O(r m n min(m, n)).
 
-    That takes few operations, each of which is large: it is meant for matrices with a short side.
+    That takes few operations, and large ones: it is meant for matrices with a short side.
 
     Args:
         G, H, f, g: as there.
@@ -95,7 +95,7 @@ def _parts(G: Tensor, H: Tensor, f: float | Tensor, g: float | Tensor) -> tuple[
     return G, H, G.new_ones(G.shape[0] - 1), f, H.new_ones(H.shape[0] - 1), g
 
 
-# The Hadamard matrix of size n is the Kronecker product of those of sizes up to this, of which each is one matrix
+# The Hadamard matrix of size n is the Kronecker product of those of sizes up to this; each is one matrix
 # product. Measured on a CPU: n = 1024, 64 rows: .11 ms, against .73 ms for log2(n) butterflies.
 _LARGEST_HADAMARD_FACTOR = 32
 
@@ -277,7 +277,7 @@ def cauchy_like_matmul(s: Tensor, t: Tensor, G: Tensor, H: Tensor, x: Tensor, *,
 
     Args:
         s: (m,).
-        t: (n,), none of which is in s.
+        t: (n,), no entry of s among them.
         G: (m, r).
         H: (n, r).
         x: (..., n).

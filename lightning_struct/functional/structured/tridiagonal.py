@@ -3,7 +3,7 @@
 M = Σ_i K(A, g_i) K(B', h_i)ᵀ, with p = min(m, n) columns in each Krylov matrix; A and B' = Bᵀ of equation (2) are both
 given as they multiply. All pr columns of both matrices are computed, O(pr(m + n)) numbers, in one of two ways:
 
-- ``"recurrence"``: one column after the other, those of both matrices in one loop of p steps, in float64; what is kept
+- ``"recurrence"``: one column after the other, those of both matrices in one loop of p steps, in float64; the memory
   of them has the dtype of the arguments.
 - ``"giant_steps"``: 16 columns at once, by blocks of A¹⁶, which reaches no farther than 16 entries: p/16 steps of
   batched small matrix products, with 16 times the multiplications. For devices on which the number of steps is what
@@ -83,7 +83,7 @@ def tridiagonal_matmul(
         G: (m, r).
         H: (n, r).
         x: (..., n).
-        method: ``"recurrence"``, ``"giant_steps"``, or ``"auto"`` for what :func:`choose_tridiagonal_method` says.
+        method: ``"recurrence"``, ``"giant_steps"``, or ``"auto"``, by :func:`choose_tridiagonal_method`.
 
     Returns:
         (..., m), in the dtype to which those of all arguments promote; it is computed in float32 at least.
@@ -331,7 +331,7 @@ class TridiagonalArithmetic:
     """The dimension of the states along which independent columns lie."""
 
     # The states lie in one buffer with copies of the other end at both ends, so that neighbours are views. Copies of
-    # this many entries need renewing only after as many steps, since what they take from beyond spreads by one a step.
+    # this many entries need renewing only after as many steps, since values from beyond spread by one a step.
     HALO = 16
 
     def run(self, weights: Sequence[Tensor], states: Sequence[Tensor], steps: list[tuple[int, int]]) -> list[Tensor]:

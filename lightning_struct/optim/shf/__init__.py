@@ -1,7 +1,7 @@
 """SHF: stochastic Hessian-free optimization with LSMR.
 
 `optimizer` has Algorithm 1, `settings` the options, `outputs` and `residuals` the lines of the algorithm for the two
-kinds of losses, and `steps` what these share; `step_state` the state between steps, `samples` a batch over all
+kinds of losses, and `steps` their common part; `step_state` the state between steps, `samples` a batch over all
 processes, `diagnostics` the warnings.
 """
 

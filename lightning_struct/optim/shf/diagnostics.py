@@ -78,7 +78,7 @@ class Diagnostics:
         if error > _LARGEST_DERIVATIVE_ERROR:
             warn(
                 f"SHF: sqrt_hessian_transpose of {type(loss).__name__} is not the transpose of its sqrt_hessian: "
-                f"Sᵀv differs by {error:.0%} from what autograd makes of S. The curvature of the model is then wrong"
+                f"Sᵀv differs by {error:.0%} from autograd's derivative of S. The curvature of the model is then wrong"
             )
 
     def check_calls(self, model: BatchModel) -> None:

@@ -327,7 +327,7 @@ class SHF(torch.optim.Optimizer):
     def exact_variance(self) -> bool:
         """Whether the variance is that of the gradients of single samples, from the inputs of each layer.
 
-        That takes another pass through the network in each step, where this is no chain of Linear and elementwise
+        That takes another pass through the network in each step, if this is no chain of Linear and elementwise
         layers. If not, the variance is estimated from the two halves of the batch, and scatters more. True with
         the paper's settings and with residuals. :class:`~lightning_struct.mixins.SHFOptimization` sets it beside
         ``GrowingBatchSize``, which decides by the variance.

@@ -32,7 +32,7 @@ class StepReport:
         step_scale: σ, the share of the solver's direction that was tried (damping by :class:`NextBatch`; else 1).
         next_batch_ratio: fall of the loss of the next batch over that of a step's own, averaged over the steps until
             the last; None if it is not measured yet.
-        convergence: with ``loss="least_squares"``, what remained to be gained, relatively: ``"gtol"``, ‖Jᵀr‖ over
+        convergence: with ``loss="least_squares"``, the relative gain that remained: ``"gtol"``, ‖Jᵀr‖ over
             ‖J‖ ‖r‖ before the step; ``"ftol"``, the larger of the fall of the loss and its prediction; ``"xtol"``, the
             length of the step over that of the weights. 0 under ``"precision"`` if no step lowers the loss, or under
             ``"underflow"`` if the gradient is too small for its dtype.

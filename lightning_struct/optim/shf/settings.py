@@ -469,7 +469,7 @@ class Settings:
     def with_first_damping(self, damping: float, epsilon: float) -> Settings:
         """These settings with λ₁ and the bounds that follow from it, if they were left.
 
-        Below λ₁ √ε rounding is larger than what the damping adds; above 1,000 λ₁ nothing moves.
+        Below λ₁ √ε rounding is larger than the addition of the damping; above 1,000 λ₁ nothing moves.
         """
         rule: Any = self.damping
         chosen = type(rule)(damping, minimum=damping * math.sqrt(epsilon), maximum=1e3 * damping)

@@ -292,7 +292,7 @@ def test_a_stream_without_a_bound_for_its_batches_is_warned_of(tmp_path):
         def __iter__(self):
             yield from regression_data()
 
-    with pytest.warns(UserWarning, match="this one has no length: set max_batch_size to what memory allows"):
+    with pytest.warns(UserWarning, match="this one has no length: set max_batch_size to the most that memory allows"):
         fit(tmp_path, SHFNetwork(), GrowingBatchSize(), DataLoader(Stream(), 8))
 
 

@@ -23,12 +23,12 @@ from lightning_struct.utilities.distributed import refuse_sharded_weights
 from lightning_struct.utilities.lightning_internals import accumulates, loss_scale
 
 CHANGED = (
-    "the gradient is not the sum of what the layer's calls contribute. The parameter is used outside of its layer, "
+    "the gradient is not the sum of the shares of the layer's calls. The parameter is used outside of its layer, "
     "penalised in the loss or differentiated twice, or the gradient was changed after the backward pass, as by "
     "clipping after loss.backward(), of which, other than of self.manual_backward(loss), a callback is not told"
 )
 
-# Batches whose gradients are compared with what was measured, from the start of a run.
+# Batches whose gradients are compared with the measured ones, from the start of a run.
 CHECKED_BATCHES = 3
 
 # Part of ‖G‖² that has to be measured, or another estimator decides. Single numbers outside of all layers do not count:

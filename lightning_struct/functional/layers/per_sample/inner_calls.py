@@ -106,7 +106,7 @@ class ParameterUse(ABC):
     """One use of parameters of an attention layer.
 
     Attributes:
-        parameters: those that were used, or parts of which were used, by their names below the layer.
+        parameters: those that were used, or whose parts were used, by their names below the layer.
     """
 
     parameters: dict[str, nn.Parameter]

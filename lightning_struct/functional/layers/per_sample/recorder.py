@@ -264,7 +264,7 @@ class GradientNormRecorder:
 
     If by chance both of the first two dimensions of an input of a layer have a size that n may have, or if a table is
     read by ids (n,) that are no part of the module's inputs, the module is run once more with one sample less, which
-    shows the dimension of the samples; what has none is uncovered.
+    shows the dimension of the samples; parameters without one are uncovered.
 
     Raises:
         ValueError: ``uncovered`` is neither ``"raise"`` nor ``"skip"``; ``probes`` is below 1.
@@ -549,7 +549,7 @@ class GradientNormRecorder:
         if couples_samples(call.layer):
             self._warn_once(
                 "batch normalisation in training couples the samples of a batch through their statistics: of the "
-                "layers before it, what is measured is each sample's share of the gradient, and not its own gradient"
+                "layers before it, each sample's share of the gradient is measured, and not its own gradient"
             )
         pending = pending_call(call, trainable, state)
         number = len(tensors)

@@ -61,7 +61,7 @@ def sample_layout(size: Sequence[int], leading: int, call: LayerCall, *, ids: Te
     if admissible is None:
         if call.module_call is not None and call.module_call.sizes and size[0] not in call.module_call.sizes:
             read = " or ".join(map(str, sorted(set(call.module_call.sizes))))
-            shape = f"it read a tensor of shape {tuple(size)} where the module reads {read} rows"
+            shape = f"it read a tensor of shape {tuple(size)}, and the module reads {read} rows"
             raise Uncovered(f"{shape}: the first dimension of every layer's input must be the batch")
         return SampleLayout(size[0], 0, leading)
     for dimension in range(min(leading, 2)):
@@ -128,7 +128,7 @@ def check_rerun(recorded: Tensor, computed: Tensor) -> None:
 
 
 def by_sample(sequences: Tensor, samples: Samples) -> Tensor:
-    """(n, k·T, features) from (k·n, T, features), where each k sequences in a row are one sample.
+    """(n, k·T, features) from (k·n, T, features), if each k sequences in a row are one sample.
 
     Args:
         sequences: of one call of the layer.

@@ -36,7 +36,7 @@ class KroneckerBlock:
         name: of the first parameter.
         parameters: names of all.
         users: the layers whose calls the factors are made of, with the name of the parameter below each.
-        places: where its parameters are in the flat vector of all.
+        places: of its parameters in the flat vector of all.
         groups, rows, columns: the matrix is (groups, rows, columns).
         transposed: the weight is stored as (inputs, rows), of one group.
         diagonal_inputs, diagonal_outputs: keep the diagonal of this factor only.

@@ -42,7 +42,7 @@ Factors: TypeAlias = dict[str, dict[str, Tensor]]
 Preconditioner: TypeAlias = Tensor | RightPreconditioner | None
 # The factors are damped anew before their interval ends if λ has become larger by this factor.
 _LARGER = 1.5
-# Samples of a batch, for the sizes of what is done once per step and once per sample.
+# Samples of a batch, for the costs of a step and of a sample.
 _TYPICAL_BATCH = 128
 # A factor of more rows is kept as its diagonal: Cholesky factors of 4,096 rows take seconds on a CPU.
 _LARGEST_FACTOR = 4096
@@ -265,7 +265,7 @@ class KroneckerFactors:
         return StepPreconditioner(partial(self._at, factors, factor_damping), factors, factor_damping)
 
     def _at(self, factors: Factors, factor_damping: float, damping: float) -> BlockPreconditioner:
-        raised = damping > _LARGER * factor_damping  # as where a step is tried again; less is not worth the roots
+        raised = damping > _LARGER * factor_damping  # as when a step is tried again; less is not worth the roots
         strength = math.sqrt((damping if raised else factor_damping) ** 2 + self._l2)  # μ
         if self._cache is None or self._cache[0] is not factors or self._cache[1] != strength:
             self._cache = None

@@ -154,7 +154,7 @@ class ResidualModel:
         return self._form(self._batch.sizes, for_gram=False)
 
     def jacobian(self, form: JacobianForm) -> Jacobian:
-        """J, (N, P), this process's rows; as a matrix on all processes where one has no other form."""
+        """J, (N, P), this process's rows; as a matrix on all processes if one has no other form."""
         jacobian = self._batch.jacobian(self.weights.by_name, form.kept)
         jacobian.scale_rows(self._scale)
         are_matrices = gather_numbers([isinstance(jacobian, DenseJacobian)], self._device)

@@ -18,13 +18,13 @@ from lightning_struct.optim.memory import check_memory, fits_memory
 from lightning_struct.optim.shf.residuals.model import Products, ResidualModel, RowProducts
 
 # Cost model of the choice between the solvers, in multiplications: of the factorisations of JᵀJ or J Jᵀ, for each of
-# its numbers and rows: half a dozen by Cholesky, which is what most steps take; and the iterations that a Krylov solver
+# its numbers and rows: half a dozen by Cholesky, as most steps take; and the iterations that a Krylov solver
 # takes where λ is not very small. Each takes the time of a multiplication for every byte that it works through, and of
 # many more for its small operations.
 _FACTORISATIONS, _ITERATIONS, _ITERATION = 2.0, 60, 1e7
 # Beyond these sizes J is not formed: its bytes, and those of JᵀJ or J Jᵀ.
 _LARGEST_JACOBIAN, _LARGEST_GRAM = 2**31, 2**28
-# A Krylov solver ends where the gradient of the damped problem has fallen to this share.
+# A Krylov solver ends when the gradient of the damped problem has fallen to this share.
 _TOLERANCE = 1e-4
 
 
@@ -217,7 +217,7 @@ class KrylovSolver(ResidualSolver):
 class SharedLeastSquares(FactoredLeastSquares):
     """A factored J whose rows are distributed over processes; ``jacobian`` and right-hand sides are of this process.
 
-    Each process reduces its rows to a triangle where it has more rows than J has columns; the triangles of all are
+    Each process reduces its rows to a triangle if it has more rows than J has columns; the triangles of all are
     factored on all.
     """
 
@@ -235,7 +235,7 @@ class SharedLeastSquares(FactoredLeastSquares):
 
 
 def chosen_solver(rows: int, columns: int, element_size: int, maxiter: int, form: JacobianForm | None = None) -> str:
-    """``"exact"`` where a factorisation takes less than the iterations of a Krylov solver, and not too much memory.
+    """``"exact"`` if a factorisation takes less than the iterations of a Krylov solver, and not too much memory.
 
     Decided by the sizes alone, so that a run repeats itself.
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from lightning_struct.data.amat import read_amat
 from lightning_struct.data.flat_images import FlatImagesDataModule
 from lightning_struct.data.in_memory import LabelledSamples, split_in_order
-from lightning_struct.data.larochelle import SITE, SIZE, read_amat
+from lightning_struct.data.larochelle import SITE, SIZE
 
 RECTANGLE_FILES = ("rectangles_train.amat", "rectangles_test.amat")
 LEAST_DIFFERENCE = 3

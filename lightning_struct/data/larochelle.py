@@ -8,9 +8,9 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from lightning_struct.data.amat import read_amat
 from lightning_struct.data.curves import synthetic_digits
 from lightning_struct.data.digits import MNISTDataModule
-from lightning_struct.data.files import check_values, naming_file, read_table
 from lightning_struct.data.flat_images import FlatImagesDataModule
 from lightning_struct.data.in_memory import LabelledSamples, split_at_random, split_in_order
 from lightning_struct.utilities.checks import check
@@ -218,28 +218,3 @@ def make_pictures(generator: Generator) -> Tensor:
     flat = pictures.flatten(1)
     low, high = (flat.quantile(share, dim=1)[:, None, None] for share in (0.02, 0.98))
     return ((pictures - low) / (high - low)).clamp_(0, 1)
-
-
-def read_amat(path: Path, pixels: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Read the images and labels of one ``.amat`` file. Lines that begin with ``#`` are comments.
-
-    Args:
-        path: path of the file.
-        pixels: count of the numbers before the label of each line.
-        classes: labels are 0 to ``classes - 1``.
-
-    Returns:
-        Images (n, pixels), float32, values in [0, 1], in the order of the file; labels (n,), int64.
-
-    Raises:
-        OSError: if the file cannot be read.
-        DamagedFileError: if a line is too short or too long, or has anything but numbers, a pixel outside [0, 1], or a
-            label out of range; names file, line and value.
-    """
-    with naming_file(path), path.open(encoding="utf-8") as file:
-        rows = ([] if line.startswith("#") else line.split() for line in file)
-        table, lines = read_table(path, rows, pixels + 1)
-    images, labels = table[:, :-1], table[:, -1]
-    check_values(path, "pixel", images, 0, 1, lines)
-    check_values(path, "label", labels, 0, classes - 1, lines)
-    return images.to(torch.float32, memory_format=torch.contiguous_format), labels.long()

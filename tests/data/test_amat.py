@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from lightning_struct.data.amat import read_amat
 from lightning_struct.data.files import DamagedFileError
-from lightning_struct.data.larochelle import read_amat
 
 
 def read(directory, text, pixels, classes):

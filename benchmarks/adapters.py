@@ -408,7 +408,7 @@ def cell_of(run: Run) -> tuple[str, str, int]:
 
 
 def quality(run: Run) -> float:
-    """What a rate is chosen by: the accuracy, and of texts the loss."""
+    """The score by which a rate is chosen: the accuracy, and of texts the loss."""
     value = -run["loss"] if run["network"] == "characters" else run["accuracy"]
     return value if math.isfinite(value) else -math.inf
 

@@ -227,7 +227,7 @@ def in_8_bits(network: nn.Module) -> nn.Module:
 
 
 def bytes_of_weights(network: nn.Module) -> int:
-    """Of all numbers that are trained, after :func:`in_8_bits`: matrices by a byte, their scales and the rest by 4."""
+    """Bytes of all trained numbers after :func:`in_8_bits`: one for each of a matrix, four for all others."""
     matrices = [parameter for parameter in network.parameters() if parameter.dim() > 1]
     numbers = sum(matrix.numel() for matrix in matrices)
     return numbers + 4 * (

@@ -217,7 +217,7 @@ class PointsDataModule(EvaluatedDataModule):
     A training batch has points of every region, by block: a dict of tensors (n, d), in the dtype of the module's
     weights. Points that stay can be fitted by a wrong solution, whose residual is small at the points and large between
     them; so they are drawn anew, by default every five steps. Their number grows with the accuracy, see
-    :class:`PointDraws`, unless ``residual_share`` is 0.
+    :class:`PointDraws`.
 
     Held-out points, uniformly distributed and the same in every validation, show the loss that is meant. ``predict``
     has a regular grid of the domain: batches of one tensor (n, d).
@@ -225,8 +225,8 @@ class PointsDataModule(EvaluatedDataModule):
     Args:
         equation: its regions are drawn from.
         counts: points of each region in the first batch, over all processes together.
-        max_points: number of points of all regions that doubling does not exceed. If not given, it is ten for each
-            trained parameter, and at most 30,000.
+        max_points: number of points of all regions that doubling does not exceed. None: ten for each trained
+            parameter, and at most 30,000; with ``residual_share=0`` the number stays.
         redraw_every_n_steps: steps after which the points are drawn anew; None keeps those of the first step.
         residual_share: share of the points of each region, in [0, 1), that are drawn in proportion to the absolute
             value of the residual of the module that is trained, which is called with points as for a step (Wu et al., A
@@ -322,10 +322,12 @@ class PointsDataModule(EvaluatedDataModule):
 
     @property
     def _max_points(self) -> int | None:
-        if not self.trainer or self.residual_share == 0:
+        if not self.trainer:
             return None
+        if self.max_points is not None or self.residual_share == 0:
+            return self.max_points
         trained = (p.numel() for p in self.trainer.lightning_module.parameters() if p.requires_grad)
-        return self.max_points or min(_POINTS_PER_PARAMETER * sum(trained), _MOST_POINTS)
+        return min(_POINTS_PER_PARAMETER * sum(trained), _MOST_POINTS)
 
     def _residuals(self, points: Points) -> Mapping[str, Tensor]:
         trainer: Any = self.trainer

@@ -204,8 +204,7 @@ class ResizableLoader:
     data set, the samplers and their random generators; but it has its own batch sampler, length and workers, and a pass
     over it can be resumed. It is for one reader: any other reads the loader itself, in batches of the first size, and
     moves no position. The length counts the batches that were read and those to come. Batches that workers have been
-    asked
-    for keep their size: a change shows ``num_workers * prefetch_factor`` batches later.
+    asked for keep their size: a change shows ``num_workers * prefetch_factor`` batches later.
 
     A resumed pass over a map-style data set goes on at the very next sample without reading those before it. Over an
     iterable data set the batches before it are read again and thrown away. That the samples are the same needs what

@@ -192,7 +192,8 @@ class Classifier(Task):
             return F.cross_entropy(outputs, targets)
         if outputs.shape != targets.shape:  # mse_loss would broadcast them
             raise MisconfigurationException(
-                f"the labels are {tuple(targets.shape)} one-hot: give labels (n,), or (n, steps) if outputs have steps"
+                f"The network makes {tuple(outputs.shape)}, but the labels are {tuple(targets.shape)} one-hot: give "
+                "labels (n,), or (n, steps) if each step has outputs"
             )
         return 0.5 * F.mse_loss(outputs, targets, reduction="sum") / len(outputs)
 

@@ -73,5 +73,6 @@ def check_train_loss(module: L.LightningModule, loss: Tensor, batch_idx: int) ->
     """
     if not loss.isfinite():
         raise NotFinite(
-            f"train_loss is {loss.item()} in batch {batch_idx} of epoch {module.current_epoch}: lower the learning rate"
+            f"train_loss is {loss.item()} in batch {batch_idx} of epoch {module.current_epoch}: lower the learning "
+            "rate, and look for NaN and infinity in the data"
         )

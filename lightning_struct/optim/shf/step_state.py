@@ -153,8 +153,8 @@ def check_state(state_dict: Mapping[str, Any], options: Mapping[str, Any], weigh
 class BufferUpdates:
     """The one forward per step that updates the buffers of a module, if its forward writes into any.
 
-    It is the last one with the old weights: those before it, on copies of the buffers, read the same as a first
-        forward.
+    It is the last one with the old weights: those before it, on copies of the buffers, read the same as a
+    first forward.
     Statistics of batch normalisation are written, a mask or a table of positions is not. The first forward with the
     same layers in training tells, by the values: a write through ``.data`` leaves no other trace. A forward that begins
     to write later is seen by ``watched``.

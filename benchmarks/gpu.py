@@ -1,4 +1,4 @@
-"""All that can be learned about this package on a GPU in eight minutes, by one command.
+"""All that can be learned about this package on a GPU in eleven minutes, by one command.
 
     python benchmarks/gpu.py [--device cpu] [--short] [--parts agreement steps ...] [--file results/gpu.jsonl]
     python benchmarks/gpu.py --table FILE
@@ -8,10 +8,12 @@ appends every result to the file as soon as it has it, so that a run which is cu
 
     tests       the quick tests that run on a GPU if there is one
     agreement   ten steps on the device against the CPU, in float64 and float32; bf16-mixed; a resumed run; DDP
+    memory      batches that do not fit: out of memory, and max_device_batch_size="auto" goes on
     steps       seconds and host synchronisations of a step beside Adam's
     layers      forward pass and training step of structured layers against nn.Linear
     equations   Poisson's and Burgers' equations by SHF on residuals in float64
-    language    a transformer of 14 million weights: seconds of a step over the batch; a growing batch beside fixed ones
+    language    a transformer of 14 million weights: seconds of a step over the batch; and what the same samples give
+                under a cosine by a fixed batch and by schedule="auto"
 
 ``--short`` tries each part on small sizes in seconds; with ``--device cpu`` nothing needs a GPU. ``--table`` prints the
 results of a file in Markdown.
@@ -30,6 +32,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +45,14 @@ import harness
 from least_squares import PROBLEMS, Residuals
 from lightning_struct import GrowingBatchSize, RLSOptimization, SHFOptimization
 from lightning_struct.data.points import PointDraws
-from lightning_struct.functional import LeastSquares
+from lightning_struct.functional import LeastSquares, curve_fit
 from lightning_struct.models.pinn import TanhNetwork
-from lightning_struct.nn import LDRSubdiagonal, Monarch, ToeplitzLike
-from lightning_struct.optim import RLS, SHF
+from lightning_struct.nn import STRUCTURED_CLASSES, RecursiveLinear
+from lightning_struct.optim import RLS, SHF, LowRankP
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"tests": 90, "agreement": 80, "steps": 50, "layers": 70, "equations": 70, "language": 120}  # seconds
-STRUCTURED = {"LDRSubdiagonal": LDRSubdiagonal, "ToeplitzLike": ToeplitzLike, "Monarch": Monarch}
+LIMITS = {"tests": 60, "agreement": 80, "memory": 60, "steps": 50, "layers": 70, "equations": 165, "language": 175}  # s
+TIMED = ("LDRSubdiagonal", "LDRTridiagonal", "ToeplitzLike", "Monarch", "RandomizedHadamard")
 Result = dict[str, Any]
 Step = Callable[[], object]
 
@@ -130,7 +133,21 @@ def ways(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, nn.Mod
     module = network(dtype).to(device)
     hybrid = RLS(module, exclude=[module[2]], auxiliary=partial(torch.optim.Adam, lr=1e-3))
     yield "HRLS", module, by_gradients(module, hybrid, nn.functional.cross_entropy, inputs, classes)
-    for name, layer in STRUCTURED.items():
+    forms: dict[str, Any] = {"full": "full", "rank one": "rank1", "low rank": LowRankP(8)}
+    for name, form in forms.items():
+        torch.manual_seed(0)
+        layers = nn.Unflatten(1, (1, 4, 5)), nn.Conv2d(1, 6, 3), nn.Tanh(), nn.Flatten(), nn.Linear(36, 10)
+        module = nn.Sequential(*layers).to(dtype).to(device)
+        yield (
+            f"RLS, convolution, {name}",
+            module,
+            by_gradients(module, RLS(module, form=form), half_squares, inputs, targets),
+        )
+    recursive = RecursiveLinear(20, 10, device=device, dtype=dtype)
+    yield "RecursiveLinear", recursive, partial(recursive.update, inputs, targets)
+    for name, layer in STRUCTURED_CLASSES.items():
+        if name == "PrunedLinear":  # a matrix with zeros
+            continue
         torch.manual_seed(0)
         module = nn.Sequential(layer(20, 20), nn.Tanh(), nn.Linear(20, 10)).to(dtype).to(device)
         optimizer = torch.optim.SGD(module.parameters(), 0.05)
@@ -225,6 +242,14 @@ def agreement(device: torch.device, short: bool) -> Iterator[Result]:
             pairs = list(zip(module.parameters(), other.parameters(), strict=True))
             largest = max(float((p - q.cpu()).abs().max()) for p, q in pairs)
             yield {"case": f"{name}, {dtype}", "difference": largest / max(float(p.abs().max()) for p, _ in pairs)}
+    x = torch.linspace(0, 2, 50, dtype=torch.float64)
+    y = torch.linspace(1, 2, 1000, dtype=torch.float64)[:, None] * torch.exp(-1.5 * x) + 0.1
+    start = torch.ones(1000, 3, dtype=torch.float64)
+    fits = [
+        curve_fit(lambda x, a, b, c: a * torch.exp(-b * x) + c, x.to(at), y.to(at), start.to(at)).parameters.cpu()
+        for at in ("cpu", device)
+    ]
+    yield {"case": "curve_fit, 1,000 fits", "difference": float((fits[0] - fits[1]).abs().max())}
     inputs, targets, _ = batch(torch.float32)
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=64)
     tasks: dict[str, Callable[[], Task]] = {
@@ -257,6 +282,49 @@ def resumed_equals_whole(
         rest.fit(second, loader, ckpt_path=f"{folder}/half.ckpt")
     pairs = zip(whole.parameters(), second.parameters(), strict=True)
     return all(torch.equal(p.cpu(), q.cpu()) for p, q in pairs)
+
+
+class Wide(L.LightningModule):
+    """A network whose activations of a batch are much larger than its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Linear(64, 256), *[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)]
+        )
+        self.losses: list[Tensor] = []
+
+    def training_step(self, data: list[Tensor], index: int) -> Tensor:
+        loss = self.layers(data[0]).square().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def memory(device: torch.device, short: bool) -> Iterator[Result]:
+    """The weights after a batch grew beyond the memory, against those after the same run in memory that is enough."""
+    growth, samples = (64, 2**10) if short else (2**10, 2**18)
+    inputs = torch.randn(2 * samples, 64, generator=torch.Generator().manual_seed(2))
+    found, callbacks = [], []
+    for is_bounded in (False, True):
+        module = Wide()
+        callbacks = [GrowingBatchSize(schedule=f"0:{growth} 4:{samples}", max_device_batch_size="auto")]
+        if device.type == "cuda" and is_bounded:
+            in_all = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1.5 * 2**30 / in_all)
+        run = trainer(device, max_steps=8, max_epochs=-1, callbacks=callbacks)
+        run.fit(module, DataLoader(TensorDataset(inputs), batch_size=growth))
+        found.append(torch.cat([p.detach().cpu().flatten() for p in module.parameters()]))
+        counted = {"forward passes": len(module.losses), "peak_GiB": None}
+        if device.type == "cuda":
+            counted["peak_GiB"] = torch.cuda.max_memory_allocated(device) / 2**30
+            torch.cuda.reset_peak_memory_stats(device)
+        yield {"case": f"a batch of {samples}{', 1.5 GiB' if is_bounded else ''}", "steps": run.global_step, **counted}
+    yield {"case": "both", "difference": float((found[0] - found[1]).abs().max() / found[0].abs().max())}
 
 
 def steps(device: torch.device, short: bool) -> Iterator[Result]:
@@ -292,28 +360,19 @@ def layers(device: torch.device, short: bool) -> Iterator[Result]:
     """Milliseconds of forward pass and training step on 256 rows."""
     sizes, rows, limit = ((64,), 8, 0.05) if short else ((1024, 2048, 4096, 8192, 16384), 256, 0.15)
     kinds = {"fp32": (torch.float32, False), "tf32": (torch.float32, True), "bf16": (torch.bfloat16, True)}
-    for size in sizes:
-        for kind, (dtype, tf32) in kinds.items():
-            torch.backends.cuda.matmul.allow_tf32 = tf32
-            for name, make in {"nn.Linear": nn.Linear, **STRUCTURED}.items():
-                for compiled in (False,) if short or kind == "tf32" or size > 4096 else (False, True):
-                    case = f"{name}, {size}, {kind}{', compiled' if compiled else ''}"
-                    try:
-                        yield {"case": case, **layer_times(make(size, size), rows, dtype, device, compiled, limit)}
-                    except (RuntimeError, TypeError, ValueError) as error:
-                        yield {"case": case, "error": str(error).partition("\n")[0]}
+    made: dict[str, Callable[..., nn.Module]] = {"nn.Linear": nn.Linear, **{n: STRUCTURED_CLASSES[n] for n in TIMED}}
+    for size, kind, name in product(sizes, kinds, made):
+        dtype, torch.backends.cuda.matmul.allow_tf32 = kinds[kind]
+        yield {"case": f"{name}, {size}, {kind}", **layer_times(made[name](size, size), rows, dtype, device, limit)}
 
 
-def layer_times(
-    layer: nn.Module, rows: int, dtype: torch.dtype, device: torch.device, compiled: bool, limit: float
-) -> Result:
+def layer_times(layer: nn.Module, rows: int, dtype: torch.dtype, device: torch.device, limit: float) -> Result:
     layer = layer.to(device)
     inputs = torch.randn(rows, layer.in_features, device=device)
-    run = torch.compile(layer) if compiled else layer
 
     def forward() -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            return run(inputs)
+            return layer(inputs)
 
     def train() -> None:
         forward().float().square().sum().backward()
@@ -325,25 +384,40 @@ def layer_times(
 
 
 def equations(device: torch.device, short: bool) -> Iterator[Result]:
-    """The error of the solution over seconds, 30 for each equation."""
-    for name in ("poisson2d", "burgers"):
-        problem = PROBLEMS[name]
+    """The error of the solution over seconds; the points double as ``PointsDataModule`` lets them."""
+    limits = {"poisson5d": 15, "burgers_smooth": 65, "burgers": 55}
+    sizes = {"poisson5d": [128], "burgers_smooth": [38, 38, 38], "burgers": [38, 38, 38]}
+    for name, seconds in limits.items():
+        problem, limit = PROBLEMS[name], 2 if short else seconds
         equation = problem.equation()
         torch.manual_seed(0)
-        net = TanhNetwork(equation.domain.dimension, problem.hidden_sizes).double().to(device)
-        optimizer = SHF(Residuals(equation, net), LeastSquares())
-        draws = PointDraws(equation.regions, problem.counts, draws_per_epoch=1, redraw_every_n_steps=1)
+        net = TanhNetwork(equation.domain.dimension, sizes[name]).double().to(device)
+        module = Residuals(equation, net)
+        optimizer = SHF(module, LeastSquares())
+
+        def residuals(points: dict[str, Tensor], module: nn.Module = module) -> dict[str, Tensor]:
+            with torch.no_grad():
+                return module({block: p.to(device) for block, p in points.items()})
+
+        counts = {block: 3 * count for block, count in problem.counts.items()}
+        draws = PointDraws(
+            equation.regions, counts, draws_per_epoch=1, redraw_every_n_steps=5, residual_share=0.2,
+            residuals=residuals, max_points=30_000,
+        )  # fmt: skip
         where = equation.domain.sample(5000, torch.Generator().manual_seed(1))
         right = equation.solution(where)
-        begin, step = time.perf_counter(), 0
-        while time.perf_counter() - begin < (2 if short else 30):
-            points = draws.draw(step // 5 if problem.redrawn else 0)
+        begin, step, shown, uncounted = time.perf_counter(), 0, limit / 16, 0.0
+        while (spent := time.perf_counter() - begin - uncounted) < limit or step < 2:
+            points = draws.draw(step)
             optimizer.step(inputs={block: p.to(device) for block, p in points.items()})
             step += 1
-        wait(device)
-        with torch.no_grad():
-            error = float((net(where.to(device)).cpu() - right).norm() / right.norm())
-        yield {"case": problem.title, "steps": step, "seconds": time.perf_counter() - begin, "error": error}
+            if (spent := time.perf_counter() - begin - uncounted) > shown:
+                since = time.perf_counter()
+                with torch.no_grad():
+                    error = float((net(where.to(device)).cpu() - right).norm() / right.norm())
+                at = {"seconds": spent, "points": draws.batch_size, "error": error}
+                yield {"case": f"{problem.title.partition(',')[0]}, {sizes[name]}", "steps": step, **at}
+                shown, uncounted = 2 * shown, uncounted + time.perf_counter() - since
 
 
 class Characters(Dataset[tuple[Tensor, Tensor]]):
@@ -389,9 +463,19 @@ class Transformer(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), 5e-4)
 
 
+class Scheduled(Transformer):
+    """The same with a rate that falls to 0 by a cosine."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 def language(device: torch.device, short: bool) -> Iterator[Result]:
-    """Seconds of a step over the batch, then the loss after 25 s of batches of 16, of 256, and growing from 16."""
-    width, depth, length, limit = (24, 1, 32, 1) if short else (384, 8, 256, 25)
+    """Milliseconds of a step over the batch, then the loss after the same samples under a cosine."""
+    width, depth, length, limit = (24, 1, 32, 0.05) if short else (384, 8, 256, 1.0)
     train, held_out = Characters(length, slice(1, None)), Characters(length, slice(0, 8))
     for size in (2, 4) if short else (8, 16, 32, 64, 128, 256, 512):
         model = Transformer(width, depth, length).to(device)
@@ -405,24 +489,27 @@ def language(device: torch.device, short: bool) -> Iterator[Result]:
             loss.backward()
             optimizer.step()
 
-        yield {"case": f"a step on {size} windows", "milliseconds": 1e3 * seconds_of(step, device, limit / 20)}
-    small, large = (2, 8) if short else (16, 256)
-    for name, size, callbacks in (
-        (f"batches of {small}", small, []),
-        (f"batches of {large}", large, []),
-        (f"growing from {small}", small, [GrowingBatchSize(large, scale_lr="sqrt")]),
-    ):
-        model = Transformer(width, depth, length)
-        options = {"precision": "bf16-mixed", "max_time": {"seconds": limit}, "max_epochs": -1}
-        run = trainer(device, callbacks=callbacks, **options)
+        yield {"case": f"a step on {size} windows", "milliseconds": 1e3 * seconds_of(step, device, limit)}
+    size, epochs = (2, 1) if short else (16, 2)
+    ways: dict[str, list[L.Callback]] = {"batches of 16": [], 'schedule="auto"': [GrowingBatchSize(schedule="auto")]}
+    for seed, (name, callbacks) in product((0,) if short else (0, 1), ways.items()):
+        L.seed_everything(seed, verbose=False)
+        model = Scheduled(width, depth, length)
+        run = trainer(device, callbacks=copy.deepcopy(callbacks), precision="bf16-mixed", max_epochs=epochs)
         loader = DataLoader(train, batch_size=size, shuffle=True, drop_last=True)
+        if short:
+            loader = DataLoader(held_out, batch_size=size, shuffle=True, drop_last=True)
+        begin = time.perf_counter()
         run.fit(model, loader)
+        wait(device)
+        seconds = time.perf_counter() - begin
         model.to(device).eval()
         with torch.no_grad():
             losses = [model.loss([t.to(device) for t in data]) for data in DataLoader(held_out, batch_size=32)]
         yield {
-            "case": name,
+            "case": f"{name}, seed {seed}",
             "steps": run.global_step,
+            "seconds": seconds,
             "validation_loss": float(torch.stack(losses).mean()),
             "batch_size": run.callback_metrics.get("batch_size", torch.tensor(float(size))).item(),
         }
@@ -431,6 +518,7 @@ def language(device: torch.device, short: bool) -> Iterator[Result]:
 PARTS: dict[str, Callable[[torch.device, bool], Iterator[Result]]] = {
     "tests": gpu_tests,
     "agreement": agreement,
+    "memory": memory,
     "steps": steps,
     "layers": layers,
     "equations": equations,

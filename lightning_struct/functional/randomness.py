@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from lightning_struct.functional.torch_tools import tree_leaves
+
 RandomState: TypeAlias = tuple[Tensor, tuple[list[int], list[Tensor]]]
 
 
@@ -26,7 +28,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 def random_state(*args: Any) -> RandomState:
     """The state of the CPU's generator and of those of the devices on which tensors among ``args`` live."""
-    return torch.get_rng_state(), get_device_states(*args)
+    return torch.get_rng_state(), get_device_states(*tree_leaves(args))  # some versions refuse named tuples
 
 
 def set_random_state(state: RandomState) -> None:

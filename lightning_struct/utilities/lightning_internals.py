@@ -60,7 +60,9 @@ def cycles(trainer: L.Trainer) -> bool:
 
 
 def prepare_batch(trainer: L.Trainer, batch: Any, validation_loader: int | None) -> Any:
-    """Batch of a loader as the steps get it: through the transfer hooks, on the device, in the precision of inputs.
+    """Batch of a loader as the steps get it: through the transfer hooks, in the precision of inputs.
+
+    It is on the device of the module, which after the training, in ``on_fit_end``, is the CPU.
 
     Args:
         trainer: in fit.
@@ -73,8 +75,9 @@ def prepare_batch(trainer: L.Trainer, batch: Any, validation_loader: int | None)
         trainer.validating = True
     try:
         batch = trainer.precision_plugin.convert_input(batch)
-        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=number)
-        return trainer.strategy.batch_to_device(batch, dataloader_idx=number)
+        module = trainer.lightning_module
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=number)
+        return trainer.strategy.batch_to_device(batch, module.device, number)
     finally:
         trainer.state.stage = stage
 

@@ -3,6 +3,8 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -102,6 +104,20 @@ def test_picture_has_images_above_their_reconstructions(tmp_path, module, valida
     if drawn:
         assert callback.paths == [tmp_path / "reconstructions.png"]
         assert callback.paths[0].read_bytes().startswith(b"\x89PNG")
+
+
+class LeavesItsDevice(SingleDeviceStrategy):
+    """Takes the module from a device before ``on_fit_end``, as Lightning does on a GPU."""
+
+    def teardown(self):
+        super().teardown()
+        self._root_device = torch.device("meta")
+
+
+def test_the_picture_is_drawn_where_the_module_is_after_the_training(tmp_path):
+    callback = ReconstructionPlot()
+    trainer(tmp_path, callback, accelerator="auto", strategy=LeavesItsDevice("cpu", CPUAccelerator())).fit(Darken())
+    assert callback.paths[0].exists()
 
 
 @pytest.mark.parametrize("shape", [(16,), (1, 4, 4)])

@@ -5,9 +5,9 @@ given as they multiply. All pr columns of both matrices are computed, O(pr(m + n
 
 - ``"recurrence"``: one column after the other, those of both matrices in one loop of p steps, in float64; the memory
   of them has the dtype of the arguments.
-- ``"giant_steps"``: 16 columns at once, by blocks of A¹⁶, which reaches no farther than 16 entries: p/16 steps of
-  batched small matrix products, with 16 times the multiplications. For devices on which the number of steps is what
-  takes time.
+- ``"giant_steps"``: s columns at once, by blocks of Aˢ, which reaches no farther than s entries: p/s steps of batched
+  matrix products, with s times the multiplications; s is 16, and √n for more than 256 entries. For devices on which the
+  number of steps is what takes time.
 
 Powers of an operator whose norm is above 1 may overflow: the result is then not finite, and no error is raised.
 
@@ -21,6 +21,7 @@ derivative of any order. Several recurrences, each with its own W, may run in on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ from lightning_struct.functional.torch_tools import denormals_flushed, opaque_op
 METHODS = ("recurrence", "giant_steps")
 """The values of ``method`` besides ``"auto"``."""
 
-# Columns that a giant step makes at once. A power of two, since A is squared until it makes as many.
+# Columns that a giant step makes at least. It makes a power of two, since A is squared until it makes as many.
 GIANT_STEP = 16
 
 
@@ -207,7 +208,7 @@ def _giant_steps(bands: Tensor, v: Tensor, count: int) -> Tensor:
     zero. Since no block is shorter than the reach of the power of A, that power is block-tridiagonal and cyclic.
     """
     n, r = v.shape
-    step = 2 ** (min(GIANT_STEP, n).bit_length() - 1)
+    step = 2 ** (min(max(GIANT_STEP, math.isqrt(n)), n).bit_length() - 1)
     k = n // step
     longest = -(-n // k)
     place = torch.arange(n, device=v.device)

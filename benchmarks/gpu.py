@@ -491,7 +491,8 @@ def language(device: torch.device, short: bool) -> Iterator[Result]:
 
         yield {"case": f"a step on {size} windows", "milliseconds": 1e3 * seconds_of(step, device, limit)}
     size, epochs = (2, 1) if short else (16, 2)
-    ways: dict[str, list[L.Callback]] = {f"batches of {size}": [], 'schedule="auto"': [GrowingBatchSize(schedule="auto")]}
+    growing = GrowingBatchSize(schedule="auto")
+    ways: dict[str, list[L.Callback]] = {f"batches of {size}": [], 'schedule="auto"': [growing]}
     for seed, (name, callbacks) in product((0,) if short else (0, 1), ways.items()):
         L.seed_everything(seed, verbose=False)
         model = Scheduled(width, depth, length)

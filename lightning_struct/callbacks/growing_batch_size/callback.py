@@ -488,7 +488,8 @@ class GrowingBatchSize(Callback):
                 "batch; or set the sizes by schedule=..."
             )
         else:
-            self._resize(size, self._noise)
+            stalls = bool(self.validation_values) and size > max(self.predictions, default=0)
+            self._resize(size, "the validation value stalls" if stalls else self._noise)
 
     def _follow_rate(self) -> None:
         """Take the size that the learning rate has now, which is the same in all processes."""

@@ -121,11 +121,13 @@ def test_a_rule_that_decides_on_no_size_is_named(tmp_path, decided):
         fit(tmp_path, ScriptedNetwork(), Broken(), draw_loader(10, draws=1))
 
 
-def test_a_monitored_metric_is_checked_once_for_each_validation(tmp_path):
+def test_a_monitored_metric_is_checked_once_for_each_validation(tmp_path, caplog):
     module = ScriptedNetwork(val_losses=[1.0] * 10)
-    callback = GrowingBatchSize(validation=ValidationRule("val_loss", window=2, growth=1.1))
-    fit(tmp_path, module, callback, draw_loader(10, draws=3), validation_loader(8), max_epochs=5)
-    assert module.sizes == [10] * 10 + [11, 11, 11] + [12, 12]
+    callback = GrowingBatchSize(validation=ValidationRule("val_loss", window=2, growth=2.0))
+    with caplog.at_level("INFO"):
+        fit(tmp_path, module, callback, draw_loader(10, draws=3), validation_loader(8), max_epochs=5)
+    assert module.sizes == [10] * 10 + [20, 20, 20] + [40, 40]
+    assert "GrowingBatchSize: batch 10 -> 20 at step 10: the validation value stalls" in caplog.messages
 
 
 def test_a_monitored_value_that_is_not_finite_is_left_out(tmp_path):

@@ -597,7 +597,7 @@ class GrowingBatchSize(Callback):
             return f"GrowingBatchSize: {text}, by schedule={self.schedule!r}"
         text = f"GrowingBatchSize: {text}; {self._noise}"
         if scale is not None and scale <= size:
-            return f"{text}: larger batches would not have helped"
+            return f"{text}: {'' if first == size else 'still '}larger batches would not have helped"
         if self._tests_norm and not fit.measurement.noise_limits:
             return f"{text}. The steps made progress nevertheless: larger batches would have cost samples"
         return text

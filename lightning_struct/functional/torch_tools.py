@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "FakeTensor", "call_with", "current_backward", "denormals_flushed", "in_eval_mode",
-    "is_functorch_wrapped_tensor", "norms_of_each", "opaque_operator",
+    "FakeTensor", "TorchDispatchMode", "call_with", "current_backward", "denormals_flushed", "in_eval_mode",
+    "is_functorch_wrapped_tensor", "is_recorded", "norms_of_each", "opaque_operator",
     "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "writes_in_place",
 ]  # fmt: skip
 from torch.func import functional_call
@@ -32,6 +33,11 @@ def current_backward() -> int:
 def writes_in_place(operation: Any) -> bool:
     """Whether a node of a recorded graph calls an operation of torch that changes a tensor."""
     return isinstance(operation, OpOverload) and operation._schema.is_mutable
+
+
+def is_recorded() -> bool:
+    """Whether operations on tensors are written into a graph now, by ``make_fx`` or by SHF."""
+    return _get_current_dispatch_mode() is not None
 
 
 def norms_of_each(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from lightning_struct.functional.checks import check_dense, warn
 from lightning_struct.functional.structured.arguments import has_values
@@ -20,6 +19,7 @@ from lightning_struct.functional.structured.prepared import (
     affine,
     prepare_dense,
 )
+from lightning_struct.functional.torch_tools import is_recorded
 from lightning_struct.nn.torch_modules import (
     HALF_PRECISION,
     INSTEAD_OF_SCRIPTS,
@@ -231,7 +231,7 @@ class FrozenLinear(PreparingLinear):
         prepared = self._prepared  # another thread may drop it meanwhile
         if prepared is None or not prepared.are_current({}, self._buffers):
             sources = {name: getattr(self, name) for name, _ in _tensors_of(self._matrix)}
-            if get_proxy_mode() is not None or not all(map(_is_constant, sources.values())):  # recorded by make_fx
+            if is_recorded() or not all(map(_is_constant, sources.values())):
                 return _with_buffers_of(self, self._matrix)
             if prepared is None or not prepared.are_of(sources):
                 seen = {name: source for name, source in sources.items() if not changes_unseen(source)}

@@ -7,21 +7,29 @@ the module's work in Python, its own derivatives above all, is then done once, a
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import getitem
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.func import functionalize
-from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_struct.functional.checks import first_line
 from lightning_struct.functional.residuals.residuals import residual_blocks
-from lightning_struct.functional.torch_tools import call_with, tree_flatten, tree_unflatten, writes_in_place
+from lightning_struct.functional.torch_tools import (
+    TorchDispatchMode,
+    call_with,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    writes_in_place,
+)
 
 _log = logging.getLogger(__name__)
 # Rounding, in units of the last place of the largest number that took part.
@@ -88,7 +96,7 @@ class BatchRecords:
 
 
 class RecordedBatch:
-    """A batch by a graph of operations on (weights, buffers, tensors of the inputs) that returns its blocks."""
+    """A batch by a graph of operations on weights, buffers and tensors of the inputs that returns its blocks."""
 
     def __init__(self, graph: GraphModule, inputs: BatchInputs, buffers: Parameters) -> None:
         self._graph, self._inputs, self._buffers = graph, inputs, buffers
@@ -96,12 +104,12 @@ class RecordedBatch:
     def values(self, params: Parameters) -> dict[str, Tensor]:
         """The residuals by block."""
         with torch.no_grad():
-            return self._graph(dict(params), dict(self._buffers), self._inputs.tensors)
+            return self._graph(*tree_leaves((params, self._buffers, self._inputs.tensors)))
 
     def gives(self, blocks: Parameters, params: Parameters) -> bool:
         """Whether these are the values of the blocks."""
-        values, arguments = self.values(params), (params, self._buffers, self._inputs.tensors)
-        largest = partial(largest_number, self._graph, *arguments)
+        values = self.values(params)
+        largest = partial(largest_number, self._graph, params, self._buffers, self._inputs.tensors)
         return values.keys() == blocks.keys() and all(
             is_equal_up_to_rounding(values[name], block, largest) for name, block in blocks.items()
         )
@@ -154,11 +162,11 @@ def is_equal_up_to_rounding(values: Tensor, block: Tensor, largest: Callable[[],
     return difference <= eps**0.5 * block.abs().max().item() or difference <= min(eps**0.5, _ROUNDING * eps) * largest()
 
 
-def largest_number(graph: GraphModule, *args: Any) -> float:
-    """The largest finite number that a graph works with, by its magnitude."""
+def largest_number(graph: GraphModule, params: Parameters, buffers: Parameters, tensors: Sequence[Tensor]) -> float:
+    """The largest finite number that a recorded graph works with, by its magnitude."""
     interpreter = _Largest(graph)
     with torch.no_grad():
-        interpreter.run(*args)
+        interpreter.run(*tree_leaves((params, buffers, tensors)))
     return torch.stack(interpreter.largest).max().item()
 
 
@@ -181,18 +189,81 @@ def recorded_graph(
 ) -> GraphModule:
     """A function as a graph of the operations on tensors that it does for these arguments.
 
+    ``make_fx`` does the same, and keeps shapes, traces of the stack and more for every operation: it takes ten times as
+    long.
+
     Args:
         function: of (weights by name, buffers by name, tensors of the inputs).
         params: name -> weight.
         buffers: name -> buffer.
         tensors: tensors of the inputs.
+
+    Returns:
+        GraphModule: a function of all these tensors one after another, as ``tree_leaves`` has them.
+
+    Raises:
+        RuntimeError: the operations depend on the values of tensors.
     """
-    with torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # notes of the tracer about its own deprecations
-        graph = make_fx(function)(dict(params), dict(buffers), tensors)
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    return graph
+    recorder = _Recorder(tree_leaves((params, buffers, tensors)))
+    with torch.enable_grad(), recorder:
+        results = function(dict(params), dict(buffers), tensors)
+    return recorder.graph_of(results)
+
+
+class _Recorder(TorchDispatchMode):
+    """Context in which operations on some tensors, and on the tensors made of them, are written down.
+
+    Other tensors are constants, with the values that they have when they are used. New tensors of several numbers are
+    none, since later operations may write to parts of them; a single number is one, since a module may read it.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._graph, self._constants = Graph(), dict[str, Tensor]()
+        self._nodes = WeakTensorKeyDictionary()
+        for number, tensor in enumerate(tensors):
+            self._nodes[tensor] = self._graph.placeholder(f"input_{number}")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            parts = func.decompose(*args, **kwargs)  # as of linear in inference mode
+        if parts is not NotImplemented:
+            return parts
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_new = not operands or (func is torch.ops.aten.lift_fresh.default and operands[0].numel() > 1)
+        is_recorded = is_new or any(operand in self._nodes for operand in operands)
+        if is_recorded and torch.Tag.data_dependent_output in func.tags:
+            raise RuntimeError(f"its operations depend on the values of tensors ({func})")
+        if not is_recorded and torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        copied = is_new or writes_in_place(func)
+        node = self._graph.call_function(func, *tree_map(partial(self._node, copied=copied), (args, kwargs)))
+        results = func(*args, **kwargs)
+        if isinstance(results, Tensor):
+            self._nodes[results], node.meta["shape"] = node, results.shape
+        elif isinstance(results, Sequence):
+            for number, result in enumerate(results):
+                if isinstance(result, Tensor):
+                    self._nodes[result] = self._graph.call_function(getitem, (node, number))
+        return results
+
+    def graph_of(self, results: Any) -> GraphModule:
+        """The graph that returns these results."""
+        self._graph.output(tree_map(self._node, results))
+        self._graph.eliminate_dead_code()
+        return GraphModule(self._constants, self._graph)
+
+    def _node(self, value: Any, copied: bool = False) -> Any:
+        """The node of a tensor, or of a copy of a constant; other values stay as they are."""
+        if not isinstance(value, Tensor):
+            return value
+        if value in self._nodes:
+            return self._nodes[value]
+        name = f"constant_{len(self._constants)}"
+        self._constants[name] = value if isinstance(value, nn.Parameter) else value.detach().clone()
+        node = self._graph.get_attr(name)
+        return self._graph.call_function(torch.ops.aten.clone.default, (node,)) if copied else node
 
 
 def without_writes(
@@ -207,4 +278,4 @@ def without_writes(
     """
     if not any(writes_in_place(node.target) for node in graph.graph.nodes):
         return None
-    return recorded_graph(functionalize(graph), params, buffers, tensors)
+    return recorded_graph(lambda *arguments: functionalize(graph)(*tree_leaves(arguments)), params, buffers, tensors)

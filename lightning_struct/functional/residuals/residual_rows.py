@@ -37,7 +37,7 @@ from lightning_struct.functional.residuals.recorded_batch import (
     without_writes,
 )
 from lightning_struct.functional.residuals.residuals import residual_blocks
-from lightning_struct.functional.residuals.weight_products import Example, WeightProducts
+from lightning_struct.functional.residuals.weight_products import WeightProducts
 from lightning_struct.functional.torch_tools import call_with, tree_leaves
 
 # Numbers and rows of the Jacobian that are computed at once: their intermediate values take several times as much
@@ -179,10 +179,9 @@ class BatchResiduals:
                 change()
             return rows.has_derivative_of(residuals, point)
 
-        record, example = rows.record, rows.example(self._params)
-        reason = "the derivative of a single row is not that of the batch"
+        record, reason = rows.record, "the derivative of a single row is not that of the batch"
         try:
-            if agree() or agree(lambda: record.remove_detachments(example)) or agree(record.products.forget):
+            if agree() or agree(lambda: record.remove_detachments(self._params)) or agree(record.products.forget):
                 record.derivative_is_checked = True
                 return rows
         except torch.OutOfMemoryError:
@@ -257,16 +256,15 @@ class RowRecords:
                 return self.refuse(name, _why_not_of_a_row(single, block))
             with context():
                 graph = recorded_graph(single_row, params, buffers, inputs.row(0))
-            example = (dict(params), buffers, inputs.row(0))
             try:
-                rows = _Rows(_Record(graph, example), inputs, buffers)
+                rows = _Rows(_Record(graph, params), inputs, buffers)
                 fits = rows.give(block, params)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
-                if (rewritten := without_writes(graph, *example)) is None:
+                if (rewritten := without_writes(graph, params, buffers, inputs.row(0))) is None:
                     raise
-                rows = _Rows(_Record(rewritten, example), inputs, buffers)
+                rows = _Rows(_Record(rewritten, params), inputs, buffers)
                 fits = rows.give(block, params)
         except torch.OutOfMemoryError:
             raise
@@ -298,7 +296,7 @@ def _key(name: str, inputs: BatchInputs, block: Tensor) -> str:
 
 
 class _Record:
-    """One block for a single row, as a graph of operations on (weights, buffers, tensors of the inputs).
+    """One block for a single row, as a graph of operations on weights, buffers and tensors of the inputs.
 
     Attributes:
         graph: the graph; it returns the residuals of the row, (k,).
@@ -306,18 +304,18 @@ class _Record:
         derivative_is_checked: whether its Jacobian was compared with the module's.
     """
 
-    def __init__(self, graph: GraphModule, example: Example) -> None:
-        self.graph, self.products = graph, WeightProducts(graph, example)
+    def __init__(self, graph: GraphModule, params: Parameters) -> None:
+        self.graph, self.products = graph, WeightProducts(graph, params)
         self.derivative_is_checked = False
 
-    def remove_detachments(self, example: Example) -> None:
+    def remove_detachments(self, params: Parameters) -> None:
         """Let derivatives pass where the graph detaches tensors that autograd kept for a backward pass (torch 2.6)."""
         for node in self.graph.graph.nodes:
             if node.target is torch.ops.aten.detach.default:
                 node.replace_all_uses_with(node.args[0])
         self.graph.graph.eliminate_dead_code()
         self.graph.recompile()
-        self.products = WeightProducts(self.graph, example)
+        self.products = WeightProducts(self.graph, params)
 
 
 class _Rows:
@@ -329,8 +327,9 @@ class _Rows:
     def values(self, params: Parameters) -> Tensor:
         """The residuals, (n_b, k)."""
         with torch.no_grad():
-            over_rows = vmap(self.record.graph, in_dims=(None, None, self._inputs.dims))
-            return over_rows(params, self._buffers, self._inputs.tensors)
+            dims = [None] * (len(params) + len(self._buffers)) + self._inputs.dims
+            over_rows = vmap(self.record.graph, in_dims=tuple(dims))
+            return over_rows(*tree_leaves((params, self._buffers, self._inputs.tensors)))
 
     def give(self, block: Tensor, params: Parameters) -> bool:
         """Whether these are the values of a block."""
@@ -400,10 +399,6 @@ class _Rows:
         full[at] = u.view(len(at), -1)
         expected = _backward(residuals, point, full.view(-1), batched=False)
         return bool((out.mT @ u - expected).norm() <= torch.finfo(out.dtype).eps ** 0.5 * out.norm())
-
-    def example(self, params: Parameters) -> Example:
-        """Arguments of the record, for the first row."""
-        return dict(params), self._buffers, self._inputs.row(0)
 
 
 def _single_row(

@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.passes.shape_prop import ShapeProp
 
 from lightning_struct.functional.torch_tools import tree_leaves, tree_map
 
 _aten = torch.ops.aten
 _SAME, _TURNED = (_aten.alias.default,), (_aten.t.default, _aten.transpose.int)
-# Arguments of a record: weights and buffers by name, and tensors.
-Example: TypeAlias = tuple[Mapping[str, Tensor], Mapping[str, Tensor], Sequence[Tensor]]
 # Outer products: (..., m, rows of W) and (..., m, columns of W).
 Outer: TypeAlias = tuple[Tensor, Tensor]
 
@@ -38,27 +35,24 @@ class WeightProducts:
     """The products of a record with its weight matrices.
 
     Args:
-        graph: a function of (weights by name, buffers by name, tensors) of operations on tensors, that returns
-            residuals (k,).
-        example: its arguments, whose sizes matter.
+        graph: a recorded function of weights, buffers and tensors that returns residuals (k,).
+        weights: the weights by name.
 
     Attributes:
         counts: name -> the number of outer products that the gradient of one residual in this weight is a sum of. The
             other weights are not there.
     """
 
-    def __init__(self, graph: GraphModule, example: Example) -> None:
-        weights = example[0]
+    def __init__(self, graph: GraphModule, weights: Mapping[str, Tensor]) -> None:
         names = tree_leaves({name: name for name in weights})  # in the order of the placeholders
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         self._graph = graph
-        ShapeProp(graph).propagate(*example)
         live, self._uses = _ancestors_of_output(graph.graph), dict[Node, _Use]()
         for name, node in zip(names, placeholders, strict=False):
             uses = {user: use for user, use in _uses_of(name, node) if user in live}
             if weights[name].ndim == 2 and None not in uses.values():
                 self._uses |= uses  # type: ignore[arg-type]
-        self._sizes = [tuple(node.meta["tensor_meta"].shape) for node in self._uses]
+        self._sizes = [node.meta["shape"] for node in self._uses]
         self._probed = _probed(graph, self._uses)
         self.counts: dict[str, int] = {}
         for use, size in zip(self._uses.values(), self._sizes, strict=True):
@@ -135,7 +129,7 @@ def _probed(module: GraphModule, uses: Mapping[Node, _Use]) -> GraphModule:
     It returns the residuals, and the factors of the products.
     """
     graph, copies = Graph(), dict[Node, Node]()
-    residuals: Any = graph.graph_copy(module.graph, copies)[0]  # type: ignore[index]
+    residuals: Any = graph.graph_copy(module.graph, copies)
     *_, last = (node for node in graph.nodes if node.op == "placeholder")
     operands: list[Any] = []
     for number, (node, use) in enumerate(uses.items()):

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, vmap
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_struct.data import Poisson
 from lightning_struct.functional import LeastSquares
 from lightning_struct.functional.residuals.residual_rows import RowRecords
+from lightning_struct.functional.torch_tools import is_recorded
 from lightning_struct.models import PhysicsInformedNetwork
 from lightning_struct.optim import LSMR, SHF, LevenbergMarquardt, WarmStart
 from lightning_struct.optim.shf.residuals.model import ResidualModel, RowProducts
@@ -322,7 +322,7 @@ class Counted(Equation):
 
     def forward(self, points: dict[str, Tensor]) -> dict[str, Tensor]:
         self.calls += 1
-        if not self.is_recordable and get_proxy_mode() is not None and 1 not in map(len, points.values()):
+        if not self.is_recordable and is_recorded() and 1 not in map(len, points.values()):
             raise AssertionError
         return super().forward(points)
 
@@ -372,7 +372,7 @@ def test_batches_that_were_not_recorded_are_not_recorded_in_a_resumed_run() -> N
 @pytest.mark.filterwarnings("ignore:SHF. the rows of J")
 def test_a_batch_whose_rows_cannot_be_told_apart_is_not_recorded() -> None:
     module, recorded = Coupled(), []
-    module.register_forward_hook(lambda *_: recorded.append(get_proxy_mode() is not None))
+    module.register_forward_hook(lambda *_: recorded.append(is_recorded()))
     optimizer = SHF(module, "least_squares")
     optimizer.step(inputs=points())  # finds this out
     recorded.clear()
@@ -638,7 +638,7 @@ def test_a_series_in_time_whose_rows_cannot_be_told_apart_is_not_recorded() -> N
             self.rate = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
 
         def forward(self, measured: Tensor) -> Tensor:
-            recorded.append(get_proxy_mode() is not None)
+            recorded.append(is_recorded())
             return (1 + self.rate) ** torch.arange(10) - measured
 
     recorded: list[bool] = []

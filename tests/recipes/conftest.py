@@ -1,5 +1,6 @@
 import io
 import sys
+import warnings
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,11 @@ CONF = Path(__file__).parents[1] / "conf"
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a run left: its command line, what that printed, and the working directory that its paths begin at."""
+    """What a run left: its command line, what that printed and warned of, and the directory its paths begin at."""
 
     cli: RecipeCLI
     printed: str
+    warned: list[str]
     directory: Path
 
 
@@ -26,10 +28,13 @@ def finish(tmp_path_factory):
 
     def run(main, arguments):
         directory, printed = tmp_path_factory.mktemp("run"), io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        recorded = warnings.catch_warnings(record=True)
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed), recorded as warned:
+            warnings.simplefilter("always")
             patch.chdir(directory)
             patch.setattr(sys, "argv", ["recipe"])
-            return FinishedRun(main(arguments), printed.getvalue(), directory)
+            cli = main(arguments)
+            return FinishedRun(cli, printed.getvalue(), [str(warning.message) for warning in warned], directory)
 
     return run
 

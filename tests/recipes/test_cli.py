@@ -30,9 +30,18 @@ def denormals_are_zero():
     return bool(torch.tensor([1e-40]) * 0.5 == 0)
 
 
+class Noting(L.Callback):
+    """Notes whether denormal numbers are zero in a training step, and warns there."""
+
+    def on_train_batch_end(self, *_):
+        self.flushed = denormals_are_zero()
+        warnings.warn("a warning of a callback", stacklevel=1)
+
+
 @pytest.fixture(scope="module")
 def finished_run(finish, conf):
-    return finish(main, ["fit", "--config", conf("adam")])
+    noting = ["--trainer.callbacks+=tests.recipes.test_cli.Noting", "--trainer.enable_progress_bar=true"]
+    return finish(main, ["fit", "--config", conf("adam"), *noting])
 
 
 @pytest.fixture
@@ -42,19 +51,15 @@ def finished(finished_run, monkeypatch):
     return finished_run
 
 
-class ModeInTraining(L.Callback):
-    """Whether denormal numbers are zero in a training step."""
-
-    def on_train_batch_end(self, *_):
-        self.flushed = denormals_are_zero()
-
-
-def test_training_flushes_denormal_numbers_and_leaves_the_mode_as_it_was(conf):
+def test_training_flushes_denormal_numbers_and_leaves_the_mode_as_it_was(finished):
     if not torch.set_flush_denormal(False):
         pytest.skip("this processor has no such mode")
-    cli = main(["fit", "--config", conf("adam"), "--trainer.callbacks+=tests.recipes.test_cli.ModeInTraining"])
-    (callback,) = (c for c in cli.trainer.callbacks if type(c).__name__ == "ModeInTraining")
+    (callback,) = (c for c in finished.cli.trainer.callbacks if type(c).__name__ == "Noting")
     assert (callback.flushed, denormals_are_zero()) == (True, False)
+
+
+def test_warnings_of_callbacks_are_shown(finished):
+    assert "a warning of a callback" in finished.warned
 
 
 def test_results_are_in_one_folder(finished):
@@ -100,9 +105,8 @@ def test_without_a_checkpoint_the_errors_are_those_of_the_last_weights(conf, cap
     assert "Averages over samples, the last weights" in capsys.readouterr().out
 
 
-def test_output_that_is_no_terminal_has_a_line_for_the_first_step_and_for_each_epoch(conf, capsys):
-    main(["fit", "--config", conf("adam"), "--trainer.enable_progress_bar=true", "--trainer.limit_test_batches=0"])
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch")]
+def test_output_that_is_no_terminal_has_a_line_for_the_first_step_and_for_each_epoch(finished):
+    lines = [line for line in finished.printed.splitlines() if line.startswith("Epoch")]
     ends = ["Epoch 0: batch 1 of 2, step 1, ", "Epoch 0: step 2, ", "Epoch 1: step 4, "]
     assert len(lines) == 3 and all(map(str.startswith, lines, ends))
     last = r".* train_loss \S+, val_loss \S+, val_squared_error \S+, batch_size 20, \d+\.\d s"
@@ -146,13 +150,16 @@ RARE_VALIDATIONS = ("--trainer.max_epochs=-1", "--trainer.check_val_every_n_epoc
 
 
 @pytest.mark.parametrize(("steps", "best"), [(3, "none was kept"), (9, "checkpoints/epoch=3-step=8.ckpt")])
-def test_fit_that_ends_between_two_validations_leaves_its_last_checkpoint(steps, best, conf, capsys):
+def test_fit_that_ends_between_two_validations_leaves_its_last_checkpoint_and_shows_no_errors(
+    steps, best, conf, capsys
+):
     cli = main(["fit", "--config", conf("adam"), f"--trainer.max_steps={steps}", *RARE_VALIDATIONS])
     last = RUN / "checkpoints" / "last.ckpt"
     checkpoint = torch.load(last)
     assert checkpoint["global_step"] == steps
     assert all(torch.equal(value, checkpoint["state_dict"][name]) for name, value in cli.model.state_dict().items())
     printed = capsys.readouterr().out
+    assert "Averages over" not in printed
     assert f"{best}\n" in printed and (f"last checkpoint  {last}\n" in printed) == (steps == 3)
 
 
@@ -183,18 +190,6 @@ def test_no_checkpoint_is_written_where_none_is_wanted(option, conf):
     assert not list(RUN.rglob("*.ckpt"))
 
 
-def test_without_test_batches_there_are_no_errors_to_show(conf, capsys):
-    main(["fit", "--config", conf("adam"), "--trainer.limit_test_batches=0"])
-    printed = capsys.readouterr().out
-    assert "Averages over" not in printed and f"best checkpoint  {RUN / 'checkpoints'}" in printed
-
-
-def test_errors_on_some_of_the_test_batches_say_so(conf, capsys):
-    main(["fit", "--config", conf("adam"), "--trainer.max_epochs=1", "--trainer.limit_test_batches=1"])
-    printed = capsys.readouterr().out
-    assert "the best checkpoint, limit_test_batches=1" in " ".join(printed.split())
-
-
 class DataInOtherProcesses(L.Callback):
     """Leaves the data module as it is where the processes of the fit were spawned."""
 
@@ -203,10 +198,11 @@ class DataInOtherProcesses(L.Callback):
             trainer.datamodule.splits = None
 
 
-def test_errors_are_shown_where_the_data_were_in_other_processes(conf, capsys):
+def test_errors_on_some_of_the_test_batches_are_shown_though_the_data_were_in_other_processes(conf, capsys):
     callbacks = "--trainer.callbacks+=tests.recipes.test_cli.DataInOtherProcesses"
-    main(["fit", "--config", conf("adam"), "--trainer.max_epochs=1", callbacks])
-    assert "Averages over samples" in capsys.readouterr().out
+    main(["fit", "--config", conf("adam"), "--trainer.max_epochs=1", "--trainer.limit_test_batches=1", callbacks])
+    printed = capsys.readouterr().out
+    assert "Averages over samples, the best checkpoint, limit_test_batches=1" in " ".join(printed.split())
 
 
 def test_fast_dev_run_writes_no_results(conf, capsys):
@@ -226,17 +222,20 @@ def test_trained_weights_are_evaluated_by_their_checkpoint(conf, finished_run, s
 
 
 @pytest.mark.filterwarnings("error:The best checkpoint so far")
-def test_predict_writes_reconstructions_of_the_test_images(conf, finished_run):
+def test_predict_writes_reconstructions_of_the_test_images_and_says_so(conf, finished_run, caplog):
     checkpoint = str(finished_run.directory / RUN / "checkpoints" / "last.ckpt")
-    cli = main(["predict", "--config", conf("adam"), "--ckpt_path", checkpoint])
-    written = torch.load(Path(cli.trainer.log_dir) / "reconstructions.pt")
+    with caplog.at_level("INFO"):
+        cli = main(["predict", "--config", conf("adam"), "--ckpt_path", checkpoint])
+    assert caplog.messages[-1] == f"Reconstructions written to {RUN / 'reconstructions.pt'}"
+    written = torch.load(RUN / "reconstructions.pt")
     expected = Autoencoder.load_from_checkpoint(checkpoint)(cli.datamodule.splits.test.tensors[0])
     assert torch.allclose(written["reconstructions"], expected, atol=1e-6)
 
 
-def test_evaluating_untrained_weights_warns(conf):
+def test_evaluating_untrained_weights_warns_and_writes_to_a_logger_that_is_named(conf):
     with pytest.warns(UserWarning, match="test runs on untrained weights: name trained ones by --ckpt_path"):
-        main(["test", "--config", conf("adam")])
+        main(["test", "--config", conf("adam"), "--trainer.logger.init_args.save_dir=tested"])
+    assert [path.name for path in Path("tested").rglob("metrics.csv")] == ["metrics.csv"]
 
 
 def test_misconfiguration_propagates_from_main(conf, tmp_path):
@@ -273,18 +272,6 @@ def test_paths_in_the_home_directory_are_those_of_a_shell(conf, tmp_path, monkey
     assert f"save_dir: {tmp_path}/runs\n" in capsys.readouterr().out
 
 
-def test_logger_that_is_named_is_used_in_a_test(conf):
-    main(["test", "--config", conf("adam"), "--trainer.logger.init_args.save_dir=tested"])
-    assert [path.name for path in Path("tested").rglob("metrics.csv")] == ["metrics.csv"]
-
-
-def test_predict_leaves_a_folder_with_its_predictions_and_says_so(conf, caplog):
-    with caplog.at_level("INFO"):
-        main(["predict", "--config", conf("adam")])
-    assert (RUN / "reconstructions.pt").is_file()
-    assert caplog.messages[-1] == f"Reconstructions written to {RUN / 'reconstructions.pt'}"
-
-
 NOISE = ("Tip:", "LeafSpec", "smaller than the logging interval", "dirpath has changed", "many workers")
 
 
@@ -300,18 +287,6 @@ def test_run_and_its_resumption_print_no_noise(conf, caplog, monkeypatch):
         main(["fit", "--ckpt_path", str(RUN / "checkpoints" / "last.ckpt"), "--trainer.max_epochs=3"])
     printed = [*caplog.messages, *(str(warning.message) for warning in caught)]
     assert not [message for message in printed if any(noise in message for noise in NOISE)]
-
-
-def test_own_warnings_and_those_of_callbacks_are_shown(conf):
-    with pytest.warns(UserWarning, match="a warning of a callback"):
-        main(["fit", "--config", conf("adam"), "--trainer.callbacks+=tests.recipes.test_cli.Warner"])
-
-
-class Warner(L.Callback):
-    """Warns in a training step."""
-
-    def on_train_batch_end(self, *_):
-        warnings.warn("a warning of a callback", stacklevel=1)
 
 
 def test_losses_keep_their_last_digits_where_these_are_zeros():

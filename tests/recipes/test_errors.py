@@ -268,15 +268,6 @@ def test_best_and_last_checkpoint_of_another_process_are_not_known(word):
         mnist_fnn.main(["test", "--data.synthetic=true", "--ckpt_path", word])
 
 
-@pytest.mark.slow
-def test_checkpoint_of_another_model_is_one_error(conf):
-    mnist_fnn.main(["fit", "--config", conf("classifier"), "--trainer.max_epochs=1"])
-    checkpoint = "results/mnist_fnn/version_0/checkpoints/last.ckpt"
-    other = ["--config", conf("classifier"), "--model.network.layer_sizes=[784,7,10]"]
-    with pytest.raises(MisconfigurationException, match="the checkpoint brings its own"):
-        mnist_fnn.main(["test", *other, "--ckpt_path", checkpoint])
-
-
 def test_results_that_are_a_file_are_one_message(conf):
     Path("results").write_text("not a folder")
     message = message_of("--config", conf("classifier"))

@@ -1,4 +1,4 @@
-"""Every recipe is resumed by its checkpoint alone: to the config and the weights of the uninterrupted run."""
+"""Recipes are resumed by their checkpoints alone: to the config and the weights of the uninterrupted run."""
 
 import errno
 from importlib import import_module
@@ -12,29 +12,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_struct.recipes.catalogue import RECIPES, config_names
 from lightning_struct.recipes.checkpoints import (
     CONFIG_IN_CHECKPOINT,
     WholeCheckpointIO,
     compare_optimizers,
     keep_what_is_there,
 )
-from tests.recipes.little import LITTLE, QUIET, synthetic
+from tests.recipes.little import LITTLE, QUIET, RESUMED, check_paper, synthetic
 
-ALIKE = (
-    "mnist_autoencoder",
-    "usps_autoencoder",
-    "heat_pinn",
-    "burgers_pinn",
-    "kdv_pinn",
-)  # others are the same but for the data
-CASES = [
-    *((recipe, None) for recipe in RECIPES if recipe not in ALIKE),
-    ("curves_autoencoder", "adam"),
-    ("curves_autoencoder", "kronecker"),
-    ("mnist_fnn", "hrls"),
-    ("imdb_lstm", "rls_momentum_l1"),
-]
 KEEP_ALL = [  # a mode of its own: Lightning tells the states of checkpoint callbacks apart by it
     "--trainer.callbacks+=ModelCheckpoint",
     "--trainer.callbacks.save_top_k=-1",
@@ -51,14 +36,6 @@ def printed_config(capsys, recipe, *arguments):
     with pytest.raises(SystemExit):
         run(recipe, *arguments, "--print_config")
     return yaml.safe_load(capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe not in ALIKE])
-def test_resumed_config_is_that_of_the_run(recipe, capsys):
-    not_the_default = ["--config", config_names(recipe)[-1]]
-    original = printed_config(capsys, recipe, *not_the_default, "--trainer.max_epochs=7", *LITTLE[recipe])
-    torch.save({CONFIG_IN_CHECKPOINT: yaml.safe_dump(original)}, "some.ckpt")
-    assert printed_config(capsys, recipe, "--ckpt_path", "some.ckpt") == original | {"ckpt_path": "some.ckpt"}
 
 
 def test_options_and_a_named_config_win_over_the_checkpoint(capsys):
@@ -148,35 +125,23 @@ def test_settings_of_the_optimizer_that_a_checkpoint_keeps_are_named():
 
 
 @pytest.mark.slow
-def test_resumed_run_says_which_settings_of_its_optimizer_stay(conf):
-    run("mnist_fnn", "--config", conf("classifier"), "--trainer.max_epochs=1")
-    checkpoint = "results/mnist_fnn/version_0/checkpoints/last.ckpt"
-    with pytest.warns(match="lr=0.5 may have no effect"):
-        run("mnist_fnn", "--ckpt_path", checkpoint, "--model.optimizer.lr=0.5")
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_another_recipe_is_refused_by_name():
-    run("mnist_fnn", *LITTLE["mnist_fnn"], *QUIET, "--data.synthetic=true", "--trainer.max_epochs=1")
-    written = "results/mnist_fnn/version_0/checkpoints/last.ckpt"
-    with pytest.raises(MisconfigurationException, match=f"{written} is of the recipe mnist_fnn, not of"):
-        run("cifar_cnn", "--ckpt_path", written, *QUIET)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "config"), CASES)
-def test_resumed_run_ends_where_the_uninterrupted_one_ends(recipe, config):
-    named = [] if config is None else ["--config", config]
+@pytest.mark.parametrize(("recipe", "way"), RESUMED)
+def test_resumed_run_has_the_config_and_ends_where_the_uninterrupted_one_ends(recipe, way):
     epochs = 6 if recipe == "continual_digits" else 2  # an epoch for the network, and one for each phase
-    end = f"--trainer.max_epochs={epochs}"
-    whole = run(recipe, *named, *LITTLE[recipe], *QUIET, *synthetic(recipe), end, *KEEP_ALL)
-    first = f"results/{recipe}/version_0/checkpoints/epoch=0.ckpt"
+    untested = ["--trainer.limit_test_batches=0", f"--trainer.max_epochs={epochs}"]
+    whole = run(recipe, "--config", way, *LITTLE[recipe], *QUIET, *synthetic(recipe), *untested, *KEEP_ALL)
+    check_paper(whole, recipe, way)
+    folders = [Path(f"results/{recipe}/version_{number}") for number in (0, 1)]
+    first = f"{folders[0]}/checkpoints/epoch=0.ckpt"
     resumed = run(recipe, "--ckpt_path", first)
+    config, resumed_config = (yaml.safe_load((folder / "config.yaml").read_text()) for folder in folders)
+    assert resumed_config == config | {"ckpt_path": first}
     assert resumed.trainer.global_step == whole.trainer.global_step
     assert [type(each) for each in resumed.trainer.optimizers] == [type(each) for each in whole.trainer.optimizers]
     assert len(resumed.trainer.lr_scheduler_configs) == len(whole.trainer.lr_scheduler_configs)
-    last = [torch.load(f"results/{recipe}/version_{run}/checkpoints/epoch={epochs - 1}.ckpt") for run in (0, 1)]
-    weights, resumed_weights = (checkpoint["state_dict"] for checkpoint in last)
+    weights, resumed_weights = (
+        torch.load(folder / f"checkpoints/epoch={epochs - 1}.ckpt")["state_dict"] for folder in folders
+    )
     torch.testing.assert_close(resumed_weights, weights, rtol=0, atol=0)
 
 

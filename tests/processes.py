@@ -12,6 +12,7 @@ import datetime
 import multiprocessing
 import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,12 @@ def in_two_processes(work, directory):
     """Results of ``work(rank)`` in two processes that are a group: tensors in lists and dicts."""
     torch.multiprocessing.start_processes(_save_results, (work, directory), nprocs=2, start_method=START_METHOD)
     return [torch.load(directory / f"{rank}.pt") for rank in range(2)]
+
+
+def in_own_process(work):
+    """The result of ``work()`` in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context(START_METHOD)) as process:
+        return process.submit(work).result()
 
 
 def _save_results(rank, work, directory):

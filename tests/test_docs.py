@@ -1,7 +1,5 @@
 """The README and the pages of the documentation: their code runs as it is written, and what they link to is there."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy
@@ -16,11 +14,8 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 SITE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md")), *SITE]
-LONG = (README, ROOT / "docs/guides/differential_equations.md")  # whose trainings are cut short
-CUT_SHORT = {
-    "steps": (r"for step in range\(\d+\)", "for step in range(2)"),
-    "epochs": (r"max_epochs=\d+", "max_epochs=1"),
-}
+# Trainings are cut short.
+FEW = {r"for step in range\(\d+\)": "for step in range(2)", r"(max_epochs|steps_per_epoch)=\d+": r"\1=1"}
 CODE = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 
 
@@ -37,7 +32,9 @@ def test_code_of_a_page_runs_block_after_block(page: Path, tmp_path: Path, monke
     names: dict[str, object] = {"__name__": "__page__"}
     for block in CODE.finditer(page.read_text()):
         lines_above = page.read_text()[: block.start(1)].count("\n")
-        code = re.sub(*CUT_SHORT["steps"], re.sub(*CUT_SHORT["epochs"], block[1])) if page in LONG else block[1]
+        code = block[1]
+        for many, few in FEW.items():
+            code = re.sub(many, few, code)
         # with the lines above, so that an error names the line of the page
         exec(compile("\n" * lines_above + code, str(page), "exec"), names)  # noqa: S102  it is our own page
 

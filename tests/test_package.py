@@ -35,7 +35,8 @@ logging.basicConfig(level="INFO")
 RLS(torch.nn.Linear(2, 2))
 for name in lightning_struct.__all__:
     getattr(lightning_struct, name)
-print(json.dumps(answers | {"imported": sorted(imported)}))
+other = "pytorch_lightning" in sys.modules
+print(json.dumps(answers | {"imported": sorted(imported), "other namespace": other}))
 """
 
 
@@ -64,6 +65,11 @@ def test_choices_of_an_optimizer_are_shown_if_logging_is_set_up_to_show_them(pro
 def test_plug_ins_do_not_need_what_the_recipes_need(process):
     imported = set(json.loads(process.stdout)["imported"])
     assert "torch" in imported and not imported & {"jsonargparse", "matplotlib", "rich", "torchvision"}
+
+
+@pytest.mark.slow
+def test_a_project_of_lightning_does_not_load_the_other_namespace(process):
+    assert not json.loads(process.stdout)["other namespace"]
 
 
 @pytest.mark.parametrize("name", sorted(set(lightning_struct.__all__) - {"__version__"}))

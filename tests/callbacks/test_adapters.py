@@ -1,7 +1,5 @@
 """Checkpoints without the frozen weights: both namespaces, and a resumed run like one that was not stopped."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

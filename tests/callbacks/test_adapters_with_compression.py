@@ -1,7 +1,5 @@
 """AdapterCheckpoint and Compression in one Trainer, in both orders: what a checkpoint lacks comes back on load."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -94,6 +92,7 @@ COMPRESSED = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("train", "include", "budget"), COMPRESSED.values(), ids=COMPRESSED)
 def test_weights_of_a_compressed_module_come_back(pl, trainer, tmp_path, train, include, budget):
     torch.manual_seed(0)

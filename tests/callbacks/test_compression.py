@@ -1,7 +1,5 @@
 """Compression within a fit: with both namespaces, and a run that is resumed as one that was not stopped."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

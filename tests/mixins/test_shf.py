@@ -421,18 +421,29 @@ def test_strategies_that_shard_the_weights_are_refused_by_name(strategy):
 # Resume
 
 
-def fit_with_everything(directory, checkpointing, limits, ckpt_path=None):
+def fit_with_everything(directory, *checkpoints, ckpt_path=None, **limits):
     callbacks = [
         GrowingBatchSize(max_batch_size=50),
         LevenbergMarquardtDamping(drop=0.9),
         ValidationMeritStopping(patience=30, mode="max"),
-        ModelCheckpoint(directory, filename="{step}", save_top_k=-1, **checkpointing),
     ]
-    logger = CSVLogger(directory.parent, name=directory.name + "_log")
-    module = SHFNetwork()
-    trainer = make_trainer(directory, callbacks=callbacks, logger=logger, enable_checkpointing=True, **limits)
+    module, logger = SHFNetwork(), CSVLogger(directory)
+    options = {"logger": logger, "enable_checkpointing": bool(checkpoints), **limits}
+    trainer = make_trainer(directory, callbacks=[*callbacks, *checkpoints], **options)
     trainer.fit(module, draw_loader(), validation_loader(), ckpt_path=ckpt_path)
     return trainer, module, callbacks
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run with checkpoints after each step, after each validation and after each epoch, and where they are."""
+    directory = tmp_path_factory.mktemp("whole")
+    checkpoints = [
+        ModelCheckpoint(directory / "step", "{step}", every_n_train_steps=1, save_top_k=-1),
+        ModelCheckpoint(directory / "validation", "{step}", save_on_train_epoch_end=False, save_top_k=-1),
+        ModelCheckpoint(directory / "epoch", "{step}", save_on_train_epoch_end=True, save_top_k=-1, mode="max"),
+    ]
+    return directory, *fit_with_everything(directory, *checkpoints, max_epochs=5)
 
 
 def timeless(report):
@@ -442,23 +453,22 @@ def timeless(report):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 @pytest.mark.parametrize(
-    ("checkpointing", "step", "limits"),
+    ("after", "step", "limits"),
     [
-        ({"every_n_train_steps": 3}, 3, {"max_epochs": 5}),
-        ({"every_n_train_steps": 13}, 13, {"max_steps": 25, "max_epochs": -1}),
-        ({"every_n_train_steps": 15}, 15, {"max_epochs": 5}),
-        ({"every_n_epochs": 1, "save_on_train_epoch_end": False}, 15, {"max_epochs": 5}),
-        ({"every_n_epochs": 1, "save_on_train_epoch_end": True}, 15, {"max_steps": 25, "max_epochs": -1}),
+        ("step", 3, {"max_epochs": 5}),
+        ("step", 13, {"max_steps": 25, "max_epochs": -1}),
+        ("step", 15, {"max_epochs": 5}),
+        ("validation", 15, {"max_epochs": 5}),
+        ("epoch", 15, {"max_steps": 25, "max_epochs": -1}),
     ],
     ids=["before growth", "within an epoch", "between batch and validation", "after validation", "after the epoch"],
 )
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, checkpointing, step, limits):
-    whole, module, callbacks = fit_with_everything(tmp_path / "whole", checkpointing, limits)
-    resumed, again, again_callbacks = fit_with_everything(
-        tmp_path / "resumed", checkpointing, limits, tmp_path / f"whole/step={step}.ckpt"
-    )
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, whole, after, step, limits):
+    directory, trainer, module, callbacks = whole
+    path = directory / after / f"step={step}.ckpt"
+    resumed, again, again_callbacks = fit_with_everything(tmp_path, ckpt_path=path, **limits)
     assert torch.equal(again.weights_after_step, module.weights_after_step)
-    assert resumed.global_step == whole.global_step == 25
+    assert resumed.global_step == trainer.global_step == 25
     assert [timeless(report) for report in again.reports] == [timeless(report) for report in module.reports[step:]]
     assert again_callbacks[0].state_dict() == callbacks[0].state_dict()
     merit, merit_again = callbacks[2].state_dict(), again_callbacks[2].state_dict()

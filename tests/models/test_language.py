@@ -110,13 +110,13 @@ def test_rate_is_quartered_after_an_epoch_that_is_no_better():
 
 @pytest.mark.slow
 def test_resumed_within_an_epoch_it_ends_where_the_uninterrupted_run_ends(tmp_path):
-    keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=16, save_top_k=-1)  # 11 in an epoch
-    whole = structured(dropout=0.5)
-    trainer(max_epochs=2, callbacks=[keep], enable_checkpointing=True).fit(whole, datamodule=text())
+    keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=8, save_top_k=-1)  # 6 in an epoch
+    whole, options = structured(dropout=0.5), {"max_epochs": 2, "limit_val_batches": 0}
+    trainer(callbacks=[keep], enable_checkpointing=True, **options).fit(whole, datamodule=text(train_size=200))
     expected = [parameter.detach().clone() for parameter in whole.parameters()]
     torch.manual_seed(1)
     resumed = structured(dropout=0.5)
-    trainer(max_epochs=2).fit(resumed, datamodule=text(), ckpt_path=tmp_path / "step=16.ckpt")
+    trainer(**options).fit(resumed, datamodule=text(train_size=200), ckpt_path=tmp_path / "step=8.ckpt")
     assert all(torch.equal(*pair) for pair in zip(expected, resumed.parameters(), strict=True))
 
 
@@ -148,7 +148,7 @@ def step_of_one_batch(lit, clip):
     """The first batch, and the weights before and after the step on it, by name."""
     before = {name: weight.detach().clone() for name, weight in lit.named_parameters()}
     data = text()
-    trainer(max_steps=1, gradient_clip_val=clip).fit(lit, datamodule=data)
+    trainer(max_steps=1, gradient_clip_val=clip, limit_val_batches=0).fit(lit, datamodule=data)
     return next(iter(data.train_dataloader())), before, dict(lit.named_parameters())
 
 

@@ -1,11 +1,8 @@
-"""Steps on the stand-in device, and how often the host waited for it: ``python -m tests.waiting.cases``, as JSON.
+"""Steps on the stand-in device, and how often the host waited for it.
 
 They have a process of their own, since the stand-in registers itself as the accelerator of torch.
 """
 
-from __future__ import annotations
-
-import json
 import logging
 import warnings
 from collections.abc import Callable
@@ -233,7 +230,8 @@ def growing_steps(kind: str) -> list[dict[str, Any]]:
     return counting.found
 
 
-def main() -> None:
+def steps() -> dict[str, list[dict[str, Any]]]:
+    """The steps of all cases by their names."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     found: dict[str, list[dict[str, Any]]] = {f"SHF {name}": shf_steps(name) for name in SHF_CASES}
@@ -243,8 +241,4 @@ def main() -> None:
     found |= {f"layer {name}": layer_steps(name) for name in LAYERS}
     found["norms"] = norm_steps()
     found |= {f"GrowingBatchSize by {kind}": growing_steps(kind) for kind in ("layers", "parts")}
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

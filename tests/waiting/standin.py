@@ -10,8 +10,6 @@ loop is slow there, and code that mixes tensors of two devices fails there. Both
     device.synchronisations  # Counter({"aten._local_scalar_dense": 1}), say
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from contextlib import nullcontext

@@ -115,5 +115,5 @@ class Batches:
         return 8
 
 
-def checkpoints(directory, **options):
-    return ModelCheckpoint(directory, filename="{step}", save_top_k=-1, every_n_train_steps=1, **options)
+def checkpoints(directory, every=1):
+    return ModelCheckpoint(directory, filename="{step}", save_top_k=-1, every_n_train_steps=every)

@@ -623,10 +623,10 @@ def test_a_batch_that_is_passed_over_is_not_counted_in_a_checkpoint(tmp_path):
     assert torch.load(tmp_path / "stopped.ckpt", weights_only=True)["callbacks"]["GrowingBatchSize"]["samples"] == 8
 
 
-def train_without(tmp_path, data, **options):
-    """Train with batches of one size, and keep a checkpoint of each step."""
+def train_without(tmp_path, data, step, **options):
+    """Train with batches of one size, and keep a checkpoint of a step."""
     module = Reader()
-    trainer = make_trainer(tmp_path, callbacks=[checkpoints(tmp_path)], enable_checkpointing=True, **options)
+    trainer = make_trainer(tmp_path, callbacks=[checkpoints(tmp_path, step)], enable_checkpointing=True, **options)
     trainer.fit(module, data)
     return module
 
@@ -640,7 +640,7 @@ def train_without(tmp_path, data, **options):
     ],
 )
 def test_added_in_mid_epoch_it_trains_on_the_samples_that_were_left(tmp_path, maker, step):
-    whole = train_without(tmp_path, MAKERS[maker](), max_epochs=2)
+    whole = train_without(tmp_path, MAKERS[maker](), step, max_epochs=2)
     with pytest.warns(UserWarning, match=f"written after {step % len(whole.epochs[0])} batches of an epoch .*no pos"):
         resumed = fit(tmp_path, MAKERS[maker](), [8], ckpt_path=tmp_path / f"step={step}.ckpt", max_epochs=2)
     end = 10 if step < 10 else 20
@@ -657,7 +657,7 @@ def one_at_its_end():
 
 @pytest.mark.parametrize("make", [MAKERS["dict"], one_at_its_end])
 def test_added_in_mid_epoch_it_goes_on_with_a_loader_that_had_begun_again_or_is_at_its_end(tmp_path, make):
-    whole = train_without(tmp_path, make(), max_epochs=1)
+    whole = train_without(tmp_path, make(), 8, max_epochs=1)
     with pytest.warns(UserWarning, match="written after 8 batches of an epoch"):
         resumed = fit(tmp_path, make(), ckpt_path=tmp_path / "step=8.ckpt", max_epochs=1)
     assert resumed.read == whole.read[8:]
@@ -665,7 +665,7 @@ def test_added_in_mid_epoch_it_goes_on_with_a_loader_that_had_begun_again_or_is_
 
 @pytest.mark.parametrize("options", [{}, {"limit_train_batches": 0.5}])
 def test_a_size_that_is_given_when_it_is_added_in_mid_epoch_holds_at_once(tmp_path, options):
-    train_without(tmp_path, loader(80), max_epochs=1, **options)
+    train_without(tmp_path, loader(80), 4, max_epochs=1, **options)
     windows, growing = Windows(), GrowingBatchSize(schedule="0:8")
     windows.gradient_statistics = None
     with pytest.warns(UserWarning, match="after 4 batches of an epoch"):

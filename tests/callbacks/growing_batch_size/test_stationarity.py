@@ -71,22 +71,16 @@ class SummedRegression(Regression):
         return len(batch[0]) * super().training_step(batch, batch_idx)
 
 
-def test_growth_that_enlarges_the_gradient_is_taken_back(tmp_path):
-    callback = every_fourth(scale_lr="sqrt")
+def test_growth_that_enlarges_the_gradient_is_taken_back_and_not_tried_again(tmp_path):
+    module = SummedRegression(0.05 / 8, start=1.0)
+    callback, resumed = (every_fourth(scale_lr="sqrt") for _ in range(2))
     with pytest.warns(UserWarning, match="as a sum .* does, and a contrastive loss, .* back from 16 to 8 samples"):
-        fit(tmp_path, SummedRegression(0.05 / 8, start=1.0), callback, max_steps=500)
+        trainer = fit(tmp_path, module, callback, max_steps=500)
     assert max(sizes(callback)) == 16 and sizes(callback)[-1] == 8
-
-
-@pytest.mark.filterwarnings("ignore:The loss has grown with the batch")
-def test_growth_that_was_taken_back_is_not_tried_again(tmp_path):
-    module, callback, resumed = SummedRegression(0.05 / 8, start=1.0), every_fourth(), every_fourth()
-    trainer = fit(tmp_path, module, callback, max_steps=500)
     trainer.save_checkpoint(tmp_path / "500.ckpt")
     trainer.fit_loop.epoch_loop.max_steps = 800
     trainer.fit(module, data())
-    module = SummedRegression(0.05 / 8, start=1.0)
-    fit(tmp_path, module, resumed, max_steps=800, ckpt_path=tmp_path / "500.ckpt")
+    fit(tmp_path, SummedRegression(0.05 / 8, start=1.0), resumed, max_steps=800, ckpt_path=tmp_path / "500.ckpt")
     for run in (callback, resumed):
         assert 16 in sizes(run) and set(sizes(run)[-75:]) == {8}  # of the last 300 steps
 

@@ -1,7 +1,5 @@
 """Models and data that the tests share: one of each kind of layer, small, float64, with smooth outputs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

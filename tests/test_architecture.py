@@ -1,7 +1,5 @@
 """The rules of imports that docs/architecture.md draws, read from the source: nothing is imported here."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """What the benchmarks share does what it promises, and each script says how it is used."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The table of equations in the documentation leads to functions and tests that are there."""
 
-from __future__ import annotations
-
 import pkgutil
 import re
 from pathlib import Path

@@ -75,14 +75,6 @@ def test_training_and_validation_reviews_partition_the_official_training_set(lay
     assert torch.equal(splits.train.tensors[1], numbers(splits.train) % 2)
 
 
-def test_cut_does_not_depend_on_the_seed_of_the_shuffles(tmp_path, torchtext):
-    write_directory(tmp_path)
-    first, second = (
-        prepared(IMDBDataModule(str(tmp_path), download=False, seed=seed, **SIZES)).splits.train for seed in (0, 1)
-    )
-    assert torch.equal(first.tensors[0], second.tensors[0])
-
-
 def test_words_are_numbered_by_their_frequency_in_the_training_reviews(tmp_path, torchtext):
     write_directory(tmp_path, train=["A film, a FILM. A<br />film"] * 4, test=["a new film."] * 2)
     sizes = {"train_size": 3, "val_size": 1, "test_size": 2}

@@ -135,24 +135,14 @@ def test_labels_out_of_range_are_refused(tmp_path):
         read_left_images(tmp_path, "some")
 
 
-def made(count, *, instances=range(INSTANCES), seed=0):
-    return make_toys(count, 32, instances=instances, generator=torch.Generator().manual_seed(seed))
+def made(count, seed=0):
+    return make_toys(count, 32, instances=range(INSTANCES), generator=torch.Generator().manual_seed(seed))
 
 
 def test_images_are_grey_values_with_a_label_each():
     images, labels = made(60)
     assert images.shape == (60, 1024) and images.min() >= 0 and images.max() <= 1
     assert labels.dtype == torch.int64 and set(labels.tolist()) == set(range(TOYS + 1))
-
-
-def test_what_is_learned_of_some_toys_holds_for_others():
-    images, labels = made(1000, instances=(4, 6, 7, 8, 9))
-    others, truth = made(300, instances=(0, 1, 2, 3, 5), seed=1)
-    inputs = torch.cat([images, images.new_ones(1000, 1)], 1).double()
-    targets = torch.nn.functional.one_hot(labels).double()
-    weights = torch.linalg.solve(inputs.T @ inputs + 100 * torch.eye(1025), inputs.T @ targets)
-    predicted = (torch.cat([others, others.new_ones(300, 1)], 1).double() @ weights).argmax(1)
-    assert (predicted == truth).float().mean() > 0.25  # by chance 1/6
 
 
 def test_a_single_image_may_show_none_of_the_toys():

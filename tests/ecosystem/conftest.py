@@ -1,7 +1,5 @@
 """Settings of the tests with other packages, which run where they are asked for: one thread, and a table at the end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

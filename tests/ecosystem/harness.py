@@ -1,7 +1,5 @@
 """Training of one example three times: without the callback, with batches that grow, and with batches that do not."""
 
-from __future__ import annotations
-
 import importlib
 import random
 import time

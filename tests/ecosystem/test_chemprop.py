@@ -1,7 +1,5 @@
 """chemprop: message passing on molecules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

@@ -1,7 +1,5 @@
 """darts: N-BEATS and a recurrent network on windows of a series."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

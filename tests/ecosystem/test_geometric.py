@@ -1,7 +1,5 @@
 """PyTorch Geometric: graphs are classified."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """lightly: SimCLR, under both names of Lightning."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

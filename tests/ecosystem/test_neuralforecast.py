@@ -1,7 +1,5 @@
 """neuralforecast: a model that draws its own windows from a batch of series."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """PINA and DeepXDE: their physics-informed networks, trained by SHF on the residuals they have."""
 
-from __future__ import annotations
-
 import os
 from itertools import accumulate, pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """PINA: a physics-informed network for Poisson's equation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """pytorch-forecasting: a temporal fusion transformer and DeepAR."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """timm: a vision transformer and a convolutional network on images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

@@ -1,7 +1,5 @@
 """transformers: small language models with random weights."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -350,7 +350,7 @@ def test_wrong_sizes_and_parameters_that_are_not_finite_are_named(name):
 @of_each_case
 def test_initial_weights_keep_the_variance_of_the_input(name, dtype):
     options = {"parameters": 2000} if name == "pruned" else {}
-    sizes = ((64, 64), (1024, 1024), (96, 200), (200, 96)) if dtype == torch.float32 else ((64, 64),)
+    sizes = ((64, 64), (256, 256), (96, 200), (200, 96)) if dtype == torch.float32 else ((64, 64),)
     for n, m in sizes:
         torch.manual_seed(1)
         layers = [FACTORIES[name](n, m, dtype=dtype, **options) for _ in range(4)]

@@ -1,7 +1,5 @@
 """One step of SHF written down plainly, with dense matrices: what the optimizer is compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A headless Chromium, driven over a pipe by the DevTools protocol: the standard library is enough for it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The built site in a browser, as wide as on a desktop and on a phone; ``make test-site`` builds it first."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

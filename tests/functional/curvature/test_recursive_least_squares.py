@@ -1,7 +1,5 @@
 """P against the matrix whose inverse it is, in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Products with the Jacobian by rules of layers and, where there is none, by torch's kernels."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers that are declared once are served everywhere: gradient norms, RLS, Kronecker factors, replace_linear."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Layers of unknown types are served by the rules of what they compute, and else by none."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

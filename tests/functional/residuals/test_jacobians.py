@@ -1,7 +1,5 @@
 """Jacobians of residuals: as matrices, and as the outer products of their rows."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 

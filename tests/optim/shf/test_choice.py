@@ -1,7 +1,5 @@
 """SHF by two arguments: what it chooses, and how it measures itself by the next batch."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable

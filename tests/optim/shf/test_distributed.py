@@ -3,8 +3,6 @@
 One pair of processes runs everything; what they did is compared here, check by check.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """SHF with Kronecker factors: they change how fast the subproblem is solved, and nothing else."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

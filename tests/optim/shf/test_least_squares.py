@@ -1,7 +1,5 @@
 """SHF for modules that return residuals."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

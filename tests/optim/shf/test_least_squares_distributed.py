@@ -1,7 +1,5 @@
 """Two processes with a share of each block take the steps of one process with all of it."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

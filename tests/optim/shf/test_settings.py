@@ -1,7 +1,5 @@
 """Options of SHF: the values that tune it, what is in force, and what is refused."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

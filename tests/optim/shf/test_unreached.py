@@ -1,7 +1,5 @@
 """Parameters that no gradient reaches, although their layers are called."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How often code looks at the value of a tensor, for which the host waits for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradient norms of graphs, whose nodes and edges are rows of one tensor."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """Each rule against autograd with the cotangents of all samples but one set to zero."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -46,7 +46,7 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
             safetensors is installed, else as ``adapters.pt``.
 
     Raises:
-        ValueError: the model has no adapters.
+        ValueError: the model has no adapters, or they hold NaN.
         TypeError: the class of an adapter has an argument that the adapter does not know any more.
 
     Example:
@@ -70,6 +70,8 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
         for name, value in adapter_state_dict(model).items()
         if name in of_folder
     }
+    if wrong := [name for name, value in weights.items() if not value.isfinite().all()]:
+        raise ValueError(f"the adapters hold NaN or infinity in {', '.join(wrong[:3])}, and are not saved")
     for file in (_SAFE, _PICKLED):  # of an earlier call, perhaps in the other format
         (folder / file).unlink(missing_ok=True)
     if find_spec("safetensors"):
@@ -119,7 +121,7 @@ def check_base(weights: Mapping[str, Tensor], norms: Mapping[str, float]) -> Non
     """
     for name, norm in norms_of({name: weight for name, weight in weights.items() if name in norms}).items():
         tolerance = max(_TOLERANCE, 8 * _ROUNDING / math.sqrt(weights[name].numel() or 1))
-        if abs(norm - norms[name]) > tolerance * norms[name]:
+        if not abs(norm - norms[name]) <= tolerance * norms[name]:  # nor if it is NaN
             raise ValueError(
                 f"the adapters were trained beside another base: {name} has norm {norm:.6g} and had {norms[name]:.6g}. "
                 "Load the weights of that base before the adapters are added"
@@ -160,7 +162,23 @@ def load_adapters(model: Model, folder: str | Path, name: str = "default") -> Mo
     before = adapter_state_dict(model) if has_adapters(model) else {}
     if any(update.name == name for _, update in _named_updates(model)):
         raise ValueError(f"{type(model).__name__} has an adapter {name!r} already: give another name, or the base")
-    folder = Path(folder)
+    try:
+        described, loaded = _tried(model, Path(folder), name, before)
+    except (FileNotFoundError, ValueError):
+        raise
+    except Exception as error:  # of json, pickle or safetensors, or an entry that is not there
+        raise ValueError(f"{folder} is damaged ({type(error).__name__}: {error}): save the adapters again") from error
+    return load_adapter_state_dict(_with_adapters(model, described, Path(folder), name), {**before, **loaded})
+
+
+def _tried(
+    model: nn.Module, folder: Path, name: str, before: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The description in a folder and its weights by the names of a model, which fit a copy of the model.
+
+    Raises:
+        ValueError: they do not. Other errors: a file is damaged.
+    """
     described, weights = _below(model, *_read(folder), folder)
     if wrong := [name for name, value in weights.items() if not value.isfinite().all()]:
         raise ValueError(f"the adapters in {folder} hold NaN or infinity in {', '.join(wrong[:3])}")
@@ -184,8 +202,7 @@ def load_adapters(model: Model, folder: str | Path, name: str = "default") -> Mo
         if now is not None and not torch.equal(weights[of_folder].to(now), now):
             raise ValueError(f"{of_folder} in {folder} is not that of the model, which its other adapters need")
     check_base({plain_name(name): p for name, p in trial.named_parameters()}, described.get("base_norms", {}))
-    loaded = {names[of_folder]: value for of_folder, value in weights.items()}
-    return load_adapter_state_dict(_with_adapters(model, described, folder, name), {**before, **loaded})
+    return described, {names[of_folder]: value for of_folder, value in weights.items()}
 
 
 def _read(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

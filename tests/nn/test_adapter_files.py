@@ -118,6 +118,11 @@ def changed_layer(folder, **changed):
     damaged(folder, layers={**layers, "up": {**layers["up"], **changed}})
 
 
+def other_weights(folder, content):
+    (folder / "adapters.safetensors").unlink(missing_ok=True)
+    torch.save(content, folder / "adapters.pt")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     {
@@ -135,6 +140,12 @@ def changed_layer(folder, **changed):
         ),
         "no description": (lambda folder: (folder / "adapters.json").write_text("{"), "adapters.json cannot be read"),
         "a trained name": (lambda folder: damaged(folder, trained=["tail.weight"]), "train tail.weight, which Network"),
+        "a missing entry": (lambda folder: damaged(folder, layers={"up": {}}), r"is damaged \(KeyError: .*save the ad"),
+        "a list": (lambda folder: other_weights(folder, [1, 2]), r"is damaged \(AttributeError: "),
+        "NaN": (
+            lambda folder: other_weights(folder, {"up.update.adapter.H": torch.tensor(torch.nan)}),
+            "hold NaN or infinity in up.update.adapter.H",
+        ),
     }.values(),
 )
 def test_files_that_do_not_fit_are_refused_and_the_base_stays(base, trained, tmp_path, damage, message):
@@ -150,19 +161,19 @@ def test_other_bases_missing_files_and_nan_are_refused(base, trained, tmp_path):
     save_adapters(trained, tmp_path)
     with pytest.raises(ValueError, match="Sequential"):
         load_adapters(nn.Sequential(nn.Linear(8, 16)), tmp_path)
-    other = copy.deepcopy(base)
-    with torch.no_grad():
-        other.norm.weight.mul_(1.1)
-    with pytest.raises(ValueError, match="beside another base: norm.weight has norm"):
-        load_adapters(other, tmp_path)
+    for factor in (1.1, torch.nan):
+        other = copy.deepcopy(base)
+        with torch.no_grad():
+            other.norm.weight.mul_(factor)
+        with pytest.raises(ValueError, match="beside another base: norm.weight has norm"):
+            load_adapters(other, tmp_path)
     with pytest.raises(ValueError, match="Network has an adapter 'default' already"):
         load_adapters(trained, tmp_path)
     with pytest.raises(FileNotFoundError, match="has no adapters.json"):
         load_adapters(base, tmp_path / "elsewhere")
     trained.up.update.adapter.H.data[0, 0] = float("nan")
-    save_adapters(trained, tmp_path)
-    with pytest.raises(ValueError, match="hold NaN or infinity in up.update.adapter.H"):
-        load_adapters(base, tmp_path)
+    with pytest.raises(ValueError, match="hold NaN or infinity in up.update.adapter.H, and are not saved"):
+        save_adapters(trained, tmp_path)
     (tmp_path / "adapters.pt").unlink(missing_ok=True)
     (tmp_path / "adapters.safetensors").unlink(missing_ok=True)
     with pytest.raises(FileNotFoundError, match="copy all files"):

@@ -7,9 +7,9 @@
 A perceptron (four hidden layers of 256 units) and a small vision transformer (two blocks of width 64) learn MNIST at 16
 x 16 pixels. Then they are frozen, and adapters in the hidden layers or in the four projections of attention learn a
 shift: turned digits, digits on pictures, on noise, inverted ones, and USPS, from 2,000 images, in 200 (or 100) steps of
-Adam with 32 images each. A transformer of characters (two blocks of width 64) learns Shakespeare's plays
+Adam with 32 images each. A transformer of characters (one block of width 64) learns Shakespeare's plays
 (data/tinyshakespeare.txt), and then, by adapters in its projections, the reference of Python's language that Python
-ships as ``pydoc_data.topics``, in 300 steps of 8 texts of 64 characters.
+ships as ``pydoc_data.topics``, in 2,000 steps of 8 texts of 32 characters; rates are compared after 400.
 
 Each way takes the largest adapter of its kind that has no more parameters than low rank of 1, 2 or 8. Its learning rate
 is the best for the turned digits or for the text, on samples that are neither trained nor tested on, for each network
@@ -133,23 +133,24 @@ class VisionTransformer(nn.Module):
 
 
 class CharacterModel(nn.Module):
-    """Texts of 64 characters, two blocks of width 64."""
+    """Texts of 32 characters, one block of width 64."""
 
-    adapted = VisionTransformer.adapted
+    adapted = tuple(f"block.{layer}" for layer in "qkvo")
     width = 64
-    steps = 300
+    steps = 2000
+    rate_steps = 400
     batch = 8
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(128, self.width)
-        self.places = nn.Parameter(0.02 * torch.randn(64, self.width))
-        self.blocks = nn.Sequential(*(Block(self.width, is_causal=True) for _ in range(2)))
+        self.places = nn.Parameter(0.02 * torch.randn(32, self.width))
+        self.block = Block(self.width, is_causal=True)
         self.norm = nn.LayerNorm(self.width)
         self.head = nn.Linear(self.width, 128)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(self.embedding(x) + self.places))).mT
+        return self.head(self.norm(self.block(self.embedding(x) + self.places))).mT
 
 
 NETWORKS: dict[str, type[Perceptron | VisionTransformer | CharacterModel]] = {
@@ -179,9 +180,9 @@ def digits(directory: str, train: bool) -> Sample:
 
 
 def windows(text: str) -> Sample:
-    """Texts (n, 64), and the character after each of theirs, of a long one."""
+    """Texts (n, 32), and the character after each of theirs, of a long one."""
     codes = torch.tensor(list(text.encode())).clamp(max=127)
-    texts = codes[: len(codes) // 65 * 65].view(-1, 65)
+    texts = codes[: len(codes) // 33 * 33].view(-1, 33)
     return texts[:, :-1], texts[:, 1:]
 
 
@@ -346,13 +347,15 @@ OF_PROPORTIONS = ("LoRA", "C3A, half of the parameters", "VeRA, an eighth of the
 FIRST_RATE = {"C3A": 3.0, "C3A from zero": 3.0, "C3A, half of the parameters": 3.0, "LoRA": 1e-2, "rsLoRA": 1e-2}
 
 
-def run_way(way: str, network: nn.Module, rank: int, rate: float, sample: Sample, tested: Sample, seed: int) -> Run:
+def run_way(
+    way: str, network: nn.Module, steps: int, rank: int, rate: float, sample: Sample, tested: Sample, seed: int
+) -> Run:
     """Adapt a copy of the network, and test it."""
     torch.manual_seed(seed)
     adapted, groups = (WAYS | OF_CLASSES)[way](copy.deepcopy(network), rank, rate)
     parameters = sum(parameter.numel() for group in groups for parameter in group["params"])
     start = time.process_time()
-    fit(adapted, groups, sample, network.steps, seed, getattr(network, "batch", BATCH))  # type: ignore[arg-type]
+    fit(adapted, groups, sample, steps, seed, getattr(network, "batch", BATCH))  # type: ignore[arg-type]
     seconds = time.process_time() - start
     found = {"accuracy": accuracy(adapted, tested), "loss": loss_of(adapted, tested)}
     return found | {"parameters": parameters, "seconds": seconds}
@@ -368,11 +371,12 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
     cells = [cell for cell in cells if (cell[1] in OF_PROPORTIONS if cell[2] > 2 else "parameters" not in cell[1])]
     for name, way, rank in progress(cells, len(cells), "rates"):
         train, check, _ = data["text" if name == "characters" else "rotation"]
+        rate_steps = getattr(networks[name], "rate_steps", networks[name].steps)
         around = [RATES.index(FIRST_RATE.get(way, 3e-2))]
         while around:  # the best one and its neighbours
             for rate in (RATES[index] for index in around):
                 key = {"kind": "rate", "network": name, "way": way, "rank": rank, "rate": rate}
-                run = partial(run_way, way, networks[name], rank, rate, train, check, 100)
+                run = partial(run_way, way, networks[name], rate_steps, rank, rate, train, check, 100)
                 run_once(results, run_name(*key.values()), lambda key=key, run=run: key | run())
             tried = {r["rate"] for r in load_runs(results) if r["kind"] == "rate" and cell_of(r) == (name, way, rank)}
             best_one = RATES.index(best_rates(load_runs(results))[name, way, rank])
@@ -389,7 +393,8 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
         if arguments.lower_rates:
             key["kind"] = "lower"
             rate = RATES[max(RATES.index(rate) - 1, 0)]
-        run = partial(run_way, way, networks[name], rank, rate, train, test, seed)
+        steps = NETWORKS[name].steps
+        run = partial(run_way, way, networks[name], steps, rank, rate, train, test, seed)
         run_once(results, run_name(*key.values()), lambda key=key, run=run, rate=rate: key | {"rate": rate} | run())
     for name, network in networks.items():
         for shift in shifts_of(name, arguments.shifts):

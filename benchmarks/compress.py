@@ -1,33 +1,35 @@
-"""Compression: accuracy against size of trained networks, beside low rank, magnitude pruning and int8.
+"""Compression: accuracy against bytes of trained networks, beside SVD, pruning and int8.
 
     python benchmarks/compress.py --data-dir data
-    python benchmarks/compress.py --data-dir data --networks resnet --picture docs/images/compress.png
+    python benchmarks/compress.py --data-dir data --networks perceptron --picture docs/images/compress.png
 
-A small ResNet learns CIFAR-10 (files of images in data/train and data/test, or the official ones), a small transformer
-the characters of a text (data/tinyshakespeare.txt), a perceptron MNIST at 16 x 16 pixels. Each is then made smaller by
+A perceptron of 784-256-256-10 units learns MNIST, a small CNN CIFAR-10 at 16 x 16 pixels (files of images in data/train
+and data/test, or the official ones), and a small transformer the characters of a text (data/tinyshakespeare.txt). Each
+is then made smaller by
 
-- ``compress``, which measures on samples that are neither trained nor tested on (128 images, 64 texts, 256 digits),
-- low rank by truncated singular values, one share of the numbers for all layers that compress may replace,
-- low rank near the outputs, as compress has it, one share for all of these layers but the last one, which stays,
-- magnitude pruning of these layers, one share for all (the places of the weights that are left are not counted), and
-- rounding of all weights to 8 bits, with a scale for each row: a quarter of the bytes,
+- ``compress``: low rank near the outputs, with one share of the parameters for all layers,
+- SVD: the same layers by truncated singular values,
+- pruning: the weights that are smallest in all of these layers together are zero, and stay zero (the places of the
+  weights that are left are not counted).
 
-and trained on for 80 to 200 steps of 32 samples. What the first ones give is rounded to 8 bits, too, before and after.
-``--sizes`` has the bytes of checkpoint, frozen model and ONNX file instead.
+Then the smaller network is trained on for an epoch. Its weights are rounded to 8 bits, too, with a scale for each row,
+before and after. compress measures on samples that are neither trained nor tested on (256 images, 64 texts). Each seed
+trains its own network.
+
+``--files`` has the sizes of ONNX files instead, and what onnxruntime takes for a sample.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import io
-import logging
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
@@ -52,16 +54,13 @@ from harness import (
     spread,
 )
 from lightning_struct.data.cifar import CIFAR10DataModule
-from lightning_struct.models import CharacterTransformer, residual_network
-from lightning_struct.nn import compress, freeze, replacement_report
+from lightning_struct.models import CharacterTransformer
+from lightning_struct.nn import LowRank, compress
 from lightning_struct.nn.attention import with_own_projections
-from lightning_struct.nn.candidates import low_rank_near_outputs, observed_outputs
 from lightning_struct.nn.channels import as_matrix, in_place_of
-from lightning_struct.nn.classic import LowRank
 from lightning_struct.nn.replace import put_in_place
 
-BUDGETS = (0.5, 0.25, 0.125)
-WAYS = ("compress", "low rank", "equal shares", "pruning")
+WAYS = ("compress", "SVD", "pruning")
 Sample = tuple[Tensor, Tensor]
 
 
@@ -75,56 +74,70 @@ class Task:
     Attributes:
         network: makes it.
         data: reads samples to train on, to measure on and to test.
-        steps: of the first training.
-        more_steps: of training on.
+        epochs: of the first training.
         batch: samples of a step.
-        rates: of Adam in the first training, and in training on.
+        rates: of Adam in the first training, and in the epoch after.
+        budgets: parts of the parameters.
     """
 
     network: Callable[[], nn.Module]
     data: Callable[[Path], tuple[Sample, Sample, Sample]]
-    steps: int
-    more_steps: int
+    epochs: int
     batch: int
     rates: tuple[float, float]
+    budgets: tuple[float, ...]
+
+
+def perceptron() -> nn.Module:
+    """Two hidden layers of 256 units."""
+    layers = nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def convolutions() -> nn.Module:
+    """Three convolutions of 24, 48 and 96 channels, each with a batch norm, and a linear layer."""
+    layers: list[nn.Module] = []
+    for before, after in pairwise((3, 24, 48, 96)):
+        layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(96 * 4, 10))
+
+
+def digits(directory: Path) -> tuple[Sample, Sample, Sample]:
+    """20,000, 256 and 10,000 images (n, 28, 28), and labels."""
+    (images, labels), test = (adapters.digits(str(directory), train) for train in (True, False))
+    return (images[256:20256], labels[256:20256]), (images[:256], labels[:256]), test
 
 
 def cifar(directory: Path) -> tuple[Sample, Sample, Sample]:
-    """12,000, 128 and 1,000 images (n, 3, 32, 32), and labels."""
-    module = CIFAR10DataModule(str(directory), train_size=12_000, val_size=128, test_size=1000, download=False)
+    """12,000, 256 and 4,000 images (n, 3, 16, 16), and labels."""
+    module = CIFAR10DataModule(str(directory), train_size=12_000, val_size=256, test_size=4000, download=False)
     module.setup("fit")
     assert module.splits is not None
-    train, val, test = ((split.tensors[0], split.tensors[1]) for split in module.splits)
+    train, val, test = ((nn.functional.avg_pool2d(s.tensors[0], 2), s.tensors[1]) for s in module.splits)
     return train, val, test
 
 
 def characters(directory: Path) -> tuple[Sample, Sample, Sample]:
-    """Windows of 64 characters, and those that follow each: 90 % of the text, 64 windows and 500 of the rest."""
+    """Windows of 64 characters, and those that follow each: 3,200 of the text, 64 and 500 of its end."""
     text = torch.tensor(list((directory / "tinyshakespeare.txt").read_bytes())).clamp(max=127)
     windows = text[: len(text) // 65 * 65].view(-1, 65)
-    first = len(windows) * 9 // 10
-    parts = (windows[:first], windows[first : first + 64], windows[first + 256 : first + 756])
+    parts = (windows[:3200], windows[-1000:-936], windows[-500:])
     train, val, test = ((part[:, :-1], part[:, 1:]) for part in parts)
     return train, val, test
 
 
-def digits(directory: Path) -> tuple[Sample, Sample, Sample]:
-    """59,744, 256 and 10,000 images (n, 16, 16), and labels."""
-    (images, labels), (test_images, test_labels) = (adapters.digits(str(directory), train) for train in (True, False))
-    small = adapters.small(images)
-    return (small[256:], labels[256:]), (small[:256], labels[:256]), (adapters.small(test_images), test_labels)
-
-
 TASKS = {
-    "resnet": Task(residual_network, cifar, 500, 80, 32, (4e-3, 1e-3)),
-    "transformer": Task(partial(CharacterTransformer, width=96), characters, 700, 100, 32, (4e-3, 1e-3)),
-    "perceptron": Task(adapters.Perceptron, digits, 3000, 200, 32, (2e-3, 1e-3)),
+    "perceptron": Task(perceptron, digits, 5, 64, (2e-3, 1e-3), (0.25, 0.1, 0.05)),
+    "CNN": Task(convolutions, cifar, 5, 64, (4e-3, 1e-3), (0.5, 0.25, 0.125)),
+    "transformer": Task(partial(CharacterTransformer, width=64), characters, 6, 16, (4e-3, 1e-3), (0.5, 0.25)),
 }
 
 
-def fit(network: nn.Module, task: Task, sample: Sample, steps: int, rate: float, seed: int) -> None:
+def fit(network: nn.Module, task: Task, sample: Sample, epochs: int, rate: float, seed: int) -> None:
     """Training as in ``adapters.py``, at one rate."""
     groups = [{"params": list(network.parameters()), "lr": rate}]
+    steps = epochs * len(sample[0]) // task.batch
     adapters.fit(network, groups, sample, steps, seed, batch_size=task.batch)
 
 
@@ -136,13 +149,13 @@ def accuracy(network: nn.Module, sample: Sample) -> float:
     return 100 * torch.cat(found).float().mean().item()
 
 
-def trained(name: str, sample: Sample, results: Path) -> nn.Module:
+def trained(name: str, sample: Sample, results: Path, seed: int) -> nn.Module:
     """The network after its first training, kept in a file."""
-    task, file = TASKS[name], results / f"{name}.pt"
-    torch.manual_seed(0)
+    task, file = TASKS[name], results / f"{name}_{seed}.pt"
+    torch.manual_seed(seed)
     network = task.network()
     if not file.exists():
-        fit(network, task, sample, task.steps, task.rates[0], 0)
+        fit(network, task, sample, task.epochs, task.rates[0], seed)
         torch.save(network.state_dict(), file)
     network.load_state_dict(torch.load(file))
     return network
@@ -158,11 +171,6 @@ def count(network: nn.Module) -> int:
     return sum(parameter.numel() for parameter in network.parameters()) - pruned
 
 
-def replaceable(network: nn.Module) -> dict[str, nn.Module]:
-    """The layers that compress may replace; attention as it calls its projections."""
-    return {name: layer for name, layer in network.named_modules() if as_matrix(layer) is not None}
-
-
 def with_called_attention(network: nn.Module) -> nn.Module:
     """The network with the projections of attention as layers of their own."""
     at = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, nn.MultiheadAttention)]
@@ -170,48 +178,27 @@ def with_called_attention(network: nn.Module) -> nn.Module:
     return network
 
 
-def with_one_share(network: nn.Module, allowed: int) -> nn.Module:
-    """All layers of the largest rank within one share of their numbers: truncated singular values."""
-    layers = replaceable(network)
-    others = count(network) - sum(as_matrix(layer).weight.numel() for layer in layers.values())  # type: ignore[union-attr]
-    numbers = count(network) - others
+def by_singular_values(network: nn.Module, compressed: nn.Module) -> nn.Module:
+    """The network with low ranks in the layers of its compressed copy, of the same ranks."""
+    ranks = {name: layer.rank for name, layer in compressed.named_modules() if isinstance(layer, LowRank)}
     new = []
-    for name, layer in layers.items():
+    for name, rank in ranks.items():
+        layer = network.get_submodule(name.removesuffix(".linear"))
         linear = as_matrix(layer)
         assert linear is not None
-        m, n = linear.weight.shape
-        rank = int((allowed - others) / numbers * m * n / (m + n))
-        new.append((name, in_place_of(layer, LowRank.from_linear(linear, rank=max(1, rank), refine=0))))
-    put_in_place(network, new)
-    return network
-
-
-def with_equal_shares(network: nn.Module, allowed: int, x: Tensor) -> nn.Module:
-    """All layers but the last one of the largest rank within one share of their numbers, near to their outputs."""
-    layers = dict(list(replaceable(network).items())[:-1])
-    linear = {name: as_matrix(layer) for name, layer in layers.items()}
-    numbers = sum(of.weight.numel() for of in linear.values())  # type: ignore[union-attr]
-    share = (allowed - (count(network) - numbers)) / numbers
-    with observed_outputs(layers.values()) as moments, torch.no_grad():
-        network.eval()(x)
-    new = []
-    for name, of in linear.items():
-        assert of is not None
-        m, n = of.weight.shape
-        (factory,) = low_rank_near_outputs(of, [max(1, int(share * m * n / (m + n)))], moments.get(layers[name]))
-        new.append((name, in_place_of(layers[name], factory(of))))
+        low_rank = LowRank.from_linear(linear, rank=rank, refine=0)
+        new.append((name.removesuffix(".linear"), in_place_of(layer, low_rank)))
     put_in_place(network, new)
     return network
 
 
 @torch.no_grad()  # so that the pruned network can be copied
-def pruned(network: nn.Module, allowed: int) -> nn.Module:
-    """All layers with one share of their weights, the largest."""
-    layers = list(replaceable(network).values())
-    numbers = sum(layer.weight.numel() for layer in layers)
-    share = 1 - (allowed - (count(network) - numbers)) / numbers
-    for layer in layers:
-        prune.l1_unstructured(layer, "weight", share)
+def pruned(network: nn.Module, compressed: nn.Module) -> nn.Module:
+    """The network without the smallest weights of the layers of its compressed copy, with as many parameters."""
+    low_ranks = [name for name, layer in compressed.named_modules() if isinstance(layer, LowRank)]
+    layers = [network.get_submodule(name.removesuffix(".linear")) for name in low_ranks]
+    amount = count(network) - count(compressed)
+    prune.global_unstructured([(layer, "weight") for layer in layers], prune.L1Unstructured, amount=amount)
     return network
 
 
@@ -227,179 +214,155 @@ def in_8_bits(network: nn.Module) -> nn.Module:
 
 
 def bytes_of_weights(network: nn.Module) -> int:
-    """Bytes of all trained numbers after :func:`in_8_bits`: one for each of a matrix, four for all others."""
+    """Bytes of all numbers after :func:`in_8_bits`: one for each of a matrix, four for its scales and all others."""
     matrices = [parameter for parameter in network.parameters() if parameter.dim() > 1]
     numbers = sum(matrix.numel() for matrix in matrices)
-    return numbers + 4 * (
-        sum(len(matrix) for matrix in matrices) + sum(p.numel() for p in network.parameters()) - numbers
-    )
+    others = sum(p.numel() for p in network.parameters()) - numbers + sum(len(matrix) for matrix in matrices)
+    return count(network) - sum(p.numel() for p in network.parameters()) + numbers + 4 * others
 
 
 def smaller(way: str, network: nn.Module, budget: float, measured: Sample) -> nn.Module:
     """A copy of the network, made smaller."""
-    network = copy.deepcopy(network)
+    network = with_called_attention(copy.deepcopy(network))
+    compressed = compress(copy.deepcopy(network), measured[0].split(64), budget=budget)
     if way == "compress":
-        return compress(network, list(zip(measured[0].split(64), measured[1].split(64), strict=True)), budget=budget)
-    network = with_called_attention(network)
-    allowed = int(budget * count(network))
-    if way == "equal shares":
-        return with_equal_shares(network, allowed, measured[0])
-    return with_one_share(network, allowed) if way == "low rank" else pruned(network, allowed)
+        return compressed
+    return (by_singular_values if way == "SVD" else pruned)(network, compressed)
 
 
 def measure(name: str, arguments: argparse.Namespace, results: Path) -> None:
     """All missing runs of a network."""
     task = TASKS[name]
     train, measured, test = task.data(Path(arguments.data_dir))
-    network = trained(name, train, results)
-    run_once(
-        results,
-        run_name("whole", name),
-        lambda: {
-            "kind": "whole",
-            "network": name,
-            "parameters": count(network),
-            "accuracy": accuracy(network, test),
-            "in_8_bits": accuracy(in_8_bits(copy.deepcopy(network)), test),
-            "bytes_in_8_bits": bytes_of_weights(network),
-        },
-    )
-    jobs = [(seed, budget, way) for seed in arguments.seeds for budget in arguments.budgets for way in arguments.ways]
-    made: dict[tuple[float, str], tuple[nn.Module, float]] = {}
+    cells = [(1.0, "whole"), *product(task.budgets, arguments.ways)]
+    jobs = [(seed, *cell) for seed in arguments.seeds for cell in cells]
     for seed, budget, way in progress(jobs, len(jobs), name):
 
         def run(seed: int = seed, budget: float = budget, way: str = way) -> Run:
-            if (budget, way) not in made:
-                start = time.process_time()
-                model = smaller(way, network, budget, measured)
-                made[budget, way] = model, time.process_time() - start
-            model, seconds = copy.deepcopy(made[budget, way][0]), made[budget, way][1]
-            before = accuracy(model, test)
-            before_8 = accuracy(in_8_bits(copy.deepcopy(model)), test)
-            fit(model, task, train, task.more_steps, task.rates[1], seed)
-            after = accuracy(model, test)
-            after_8 = accuracy(in_8_bits(copy.deepcopy(model)), test)
-            found = {"parameters": count(model), "before": before, "after": after, "seconds": seconds}
-            found |= {"before_8": before_8, "after_8": after_8, "bytes_in_8_bits": bytes_of_weights(model)}
-            return {"kind": "smaller", "network": name, "way": way, "budget": budget, "seed": seed, **found}
+            model = trained(name, train, results, seed)
+            if way != "whole":
+                model = smaller(way, model, budget, measured)
+            found = {"network": name, "way": way, "budget": budget, "seed": seed}
+            found |= {"parameters": count(model), "bytes_in_8_bits": bytes_of_weights(model)}
+            for when in ("before", "after"):
+                if when == "after":
+                    fit(model, task, train, 1, task.rates[1], seed + 100)
+                found[when] = accuracy(model, test)
+                found[f"{when}_8"] = accuracy(in_8_bits(copy.deepcopy(model)), test)
+            return found
 
-        run_once(results, run_name("smaller", name, way, budget, seed), run)
+        run_once(results, run_name(name, way, budget, seed), run)
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
 
 
 def report(runs: Sequence[Run], networks: Sequence[str]) -> None:
-    """A table for each network."""
+    """A table for each network: the median of the seeds, lowest and highest in brackets."""
     for name in networks:
+        print()
+        in_8 = ("bytes in 8 bits", "in 8 bits", "in 8 bits, after an epoch")
+        print_header(name, "bytes", "accuracy", "after an epoch", *in_8)
         of_network = [run for run in runs if run["network"] == name]
-        (whole,) = (run for run in of_network if run["kind"] == "whole") if of_network else (None,)
-        if whole is None:
-            continue
-        print(
-            f"\n{name}: {whole['parameters']:,} parameters, {4 * whole['parameters']:,} bytes, "
-            f"{whole['accuracy']:.2f} %; in 8 bits {whole['bytes_in_8_bits']:,} bytes, {whole['in_8_bits']:.2f} %"
-        )
-        in_8 = ("bytes in 8 bits", "accuracy", "after fine-tuning")
-        print_header("budget", "way", "bytes", "accuracy", "after fine-tuning", *in_8, "seconds to make it")
-        for budget in sorted({run["budget"] for run in of_network if run["kind"] == "smaller"}, reverse=True):
-            for way in WAYS:
-                of_way = [r for r in of_network if r["kind"] == "smaller" and (r["way"], r["budget"]) == (way, budget)]
-                if of_way:
-                    after, after_8 = (spread([run[key] for run in of_way]) for key in ("after", "after_8"))
-                    seconds = statistics.median(run["seconds"] for run in of_way)
-                    first = of_way[0]
-                    figures = f"{4 * first['parameters']:,}", f"{first['before']:.2f}", after
-                    figures += f"{first['bytes_in_8_bits']:,}", f"{first['before_8']:.2f}", after_8
-                    print_row(budget, way, *figures, f"{seconds:.1f}")
+        for budget in sorted({run["budget"] for run in of_network}, reverse=True):
+            for way in ("whole", *WAYS):
+                cell = [run for run in of_network if (run["way"], run["budget"]) == (way, budget)]
+                if cell:
+                    columns = ("before", "after", "before_8", "after_8", "parameters", "bytes_in_8_bits")
+                    before, after, before_8, after_8 = (
+                        spread([run[key] for run in cell], "{:.1f}") for key in columns[:4]
+                    )
+                    size, size_8 = (statistics.median(run[key] for run in cell) for key in columns[4:])
+                    row = f"{4 * size:,.0f}", before, after, f"{size_8:,.0f}", before_8, after_8
+                    print_row(f"{way}, {budget:g}" if budget < 1 else way, *row)
     print()
     print_machines(runs)
 
 
-TITLES = {"resnet": "residual network, CIFAR-10", "transformer": "transformer, characters"}
-
-
 @style.readable
 def draw(runs: Sequence[Run], networks: Sequence[str]) -> Figure:
-    """Accuracy after fine-tuning against bytes, a panel for each network; low and high of the seeds as a band."""
+    """Accuracy after an epoch against bytes, a panel for each network; low and high of the seeds as a band."""
     figure = Figure(figsize=(style.WIDTH, 4.0), layout="constrained")
     panels = figure.subplots(1, len(networks), squeeze=False)[0]
     for axes, name in zip(panels, networks, strict=True):
         of_network = [run for run in runs if run["network"] == name]
-        whole = next(run for run in of_network if run["kind"] == "whole")
-        for way, marker in zip(WAYS, "osv^", strict=True):
+        whole = next(run for run in of_network if run["way"] == "whole")
+        for way, marker in zip(WAYS, "osv", strict=True):
             points = []
-            for budget in BUDGETS:
-                of_way = [r for r in of_network if r["kind"] == "smaller" and (r["way"], r["budget"]) == (way, budget)]
-                if of_way:
-                    after = [run["after"] for run in of_way]
-                    points.append((4 * of_way[0]["parameters"], statistics.median(after), min(after), max(after)))
-            if not points:
-                continue
+            for budget in TASKS[name].budgets:
+                of_way = [run for run in of_network if (run["way"], run["budget"]) == (way, budget)]
+                after = [run["after"] for run in of_way]
+                points.append((4 * of_way[0]["parameters"], statistics.median(after), min(after), max(after)))
             sizes, middle, low, high = zip(*points, strict=True)
             color = style.color_of(way)
             axes.plot(sizes, middle, marker=marker, color=color, label=way)
             axes.fill_between(sizes, low, high, color=color, alpha=0.2, linewidth=0)
-        axes.plot(whole["parameters"], whole["in_8_bits"], "D", color=style.INK, label="8 bits, not fine-tuned")
-        axes.axhline(whole["accuracy"], color=style.INK, linestyle="--", label="not compressed")
-        axes.set_xscale("log")
+        axes.plot(whole["bytes_in_8_bits"], whole["before_8"], "D", color=style.INK, label="8 bits, not fine-tuned")
+        axes.axhline(whole["before"], color=style.INK, linestyle="--", label="whole")
         axes.set_xlabel("bytes of the weights")
-        axes.set_title(TITLES[name])
+        axes.set_title(name)
         style.plain_ticks(axes.xaxis)
-    panels[0].set_ylabel("test accuracy, %, after fine-tuning")
+    panels[0].set_ylabel("test accuracy, %, after an epoch")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
     return figure
 
 
-def sizes(networks: Sequence[str], arguments: argparse.Namespace, results: Path) -> None:
-    """Print the bytes of what is kept of each network, as it was and at a quarter of its parameters."""
-    print_header("network", "parameters", "checkpoint", "frozen", "frozen dense", "ONNX", "ONNX dense")
+def print_files(networks: Sequence[str], arguments: argparse.Namespace, results: Path) -> None:
+    """Print sizes and times of ONNX files of the networks of the first seed: whole, and made smaller; as they are, and
+    quantized by onnxruntime."""
+    print_header("network", "kB", "ms", "accuracy", "int8: kB", "ms", "accuracy")
     for name in networks:
         train, measured, test = TASKS[name].data(Path(arguments.data_dir))
-        network = trained(name, train, results).eval()
-        row = (bytes_of(network), "", "", exported(network, test[0][:1]), "")
-        print_row(name, f"{count(network):,}", *row)
-        small = smaller("compress", network, 0.25, measured).eval()
-        print(replacement_report(small)) if arguments.verbose else None
-        forms = [freeze(small), freeze(small, dense=True)]
-        row = (bytes_of(small), *map(bytes_of, forms), *(exported(form, test[0][:1]) for form in forms))
-        print_row(f"{name}, compressed", f"{count(small):,}", *row)
+        network = trained(name, train, results, arguments.seeds[0])
+        models = {name: network} | {
+            f"{name}, {way}, {budget:g}": smaller(way, network, budget, measured)
+            for budget in TASKS[name].budgets
+            for way in arguments.ways
+        }
+        for label, model in models.items():
+            print_row(label, *in_files(model.eval(), test))
 
 
-def bytes_of(model: nn.Module) -> str:
-    """kB of the file of a state_dict."""
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    return f"{len(file.getvalue()) / 1000:,.0f} kB"
+def in_files(model: nn.Module, sample: Sample) -> list[str]:
+    """Of the ONNX file, and of that in int8: kB, milliseconds for one sample, and accuracy on 1,000."""
+    import onnxruntime
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.quantization.shape_inference import quant_pre_process
 
-
-def exported(model: nn.Module, example: Tensor) -> str:
-    """kB of the ONNX file."""
+    cells = []
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.onnx"
-        torch.onnx.export(model, (example,), file, dynamo=True, external_data=False, verbose=False)
-        return f"{file.stat().st_size / 1000:,.0f} kB"
+        files = [Path(folder) / f"{kind}.onnx" for kind in ("whole", "prepared", "int8")]
+        torch.onnx.export(model, (sample[0][:1],), files[0], dynamo=True, external_data=False, verbose=False)
+        quant_pre_process(files[0], files[1], skip_symbolic_shape=True)
+        quantize_dynamic(files[1], files[2], weight_type=QuantType.QInt8, per_channel=True)
+        for file in files[::2]:
+            session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+            inputs = [{session.get_inputs()[0].name: x[None].numpy()} for x in sample[0][:1000]]
+            start = time.process_time()
+            outputs = [torch.from_numpy(session.run(None, x)[0]) for x in inputs]
+            ms = time.process_time() - start  # for 1,000 of them, in seconds
+            right = 100 * (torch.cat(outputs).argmax(1) == sample[1][:1000]).float().mean()
+            cells += [f"{file.stat().st_size / 1000:,.0f}", f"{ms:.2f}", f"{right:.1f}"]
+    return cells
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--data-dir", default="data", help="where the files are")
     parser.add_argument("--networks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS), help="parts of the parameters")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the orders of the samples")
-    parser.add_argument("--sizes", action="store_true", help="bytes of checkpoints, frozen models and ONNX files")
-    parser.add_argument("--verbose", action="store_true", help="what became of which layer")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the networks and their samples")
+    parser.add_argument("--files", action="store_true", help="kB and milliseconds of ONNX files")
     parser.add_argument("--report", action="store_true", help="print what is there, without new runs")
     parser.add_argument("--picture", type=Path, help="draw the runs to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.verbose:
-        logging.basicConfig(level=logging.INFO, format="%(message)s")
     results = make_directory(RESULTS / "compress")
-    if arguments.sizes:
-        sizes(arguments.networks, arguments, results)
+    if arguments.files:
+        print_files(arguments.networks, arguments, results)
         return
     if not arguments.report:
         for name in arguments.networks:

@@ -191,19 +191,16 @@ def speed() -> Figure:
 
 
 def compressed() -> Figure:
-    """Accuracy of two compressed networks against bytes."""
+    """Accuracy of compressed networks against bytes."""
     runs: list[harness.Run] = []
-    for network in ("resnet", "transformer"):
-        head, *rows = rows_of("layers/compressing.md", f"{network}: ")
-        parameters, accuracy = (numbers(part)[0] for part in head[0].split(":")[1].rsplit(",", 1))
-        whole = {"kind": "whole", "parameters": parameters, "accuracy": accuracy, "in_8_bits": numbers(rows[-1][2])[0]}
-        runs.append({"network": network, **whole})
-        for number, row in enumerate(rows[:-1]):
-            way = next(way for way in compress.WAYS if way in row[0])
-            budget = sorted(compress.BUDGETS, reverse=True)[len(compress.BUDGETS) - len(rows) // 3 + number // 3]
-            smaller = {"way": way, "budget": budget, "parameters": numbers(row[1])[0], "after": numbers(row[3])[0]}
-            runs.append({"network": network, "kind": "smaller", **smaller})
-    return compress.draw(runs, ("resnet", "transformer"))
+    for network in compress.TASKS:
+        for row in rows_of("layers/compressing.md", f"{network} |")[1:]:
+            way, _, budget = row[0].partition(", ")
+            sizes = {"parameters": numbers(row[1])[0] / 4, "bytes_in_8_bits": numbers(row[4])[0]}
+            found = {"network": network, "way": way, "budget": float(budget or 1), "before": numbers(row[2])[0]}
+            found["before_8"] = numbers(row[5])[0]
+            runs += [{**found, **sizes, "after": after} for after in numbers(row[3])]
+    return compress.draw(runs, list(compress.TASKS))
 
 
 # --- runs that are kept -----------------------------------------------------------------------------------------------

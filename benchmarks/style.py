@@ -67,9 +67,8 @@ COLORS = {
     "Toeplitz-like": SGD,
     "low rank": ADAM,
     "compress": SHF,
-    "equal shares": "#a06cc8",
+    "SVD": "#a06cc8",
     "pruning": SGD,
-    "magnitude pruning": SGD,
 }
 
 

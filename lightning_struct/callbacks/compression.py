@@ -49,7 +49,6 @@ class Compression(Callback):
         loss: called as ``loss(module, batch)``, () for a batch. None: the relative squared change of the outputs for a
             batch that is a tensor, or for its first element.
         include, exclude: names or patterns of layers, as seen from the module: ``"network.layer1.*"``.
-        candidates: see :func:`~lightning_struct.nn.compress`.
 
     Raises:
         MisconfigurationException: there are several processes, or a callback that averages weights; the module has no
@@ -71,7 +70,6 @@ class Compression(Callback):
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
         include: list[str] | None = None,
         exclude: list[str] | None = None,
-        candidates: Callable[[nn.Linear], list[Callable[..., nn.Module]]] | None = None,
     ) -> None:
         try:
             check_goal(budget, max_loss_increase)
@@ -81,8 +79,7 @@ class Compression(Callback):
         check_counts(samples=samples)
         self.epoch, self.samples = epoch, samples
         goal = {"budget": budget, "max_loss_increase": max_loss_increase}
-        choice = {"include": include, "exclude": exclude, "candidates": candidates}
-        self._options: dict[str, Any] = {**goal, "loss": loss, **choice}
+        self._options: dict[str, Any] = {**goal, "loss": loss, "include": include, "exclude": exclude}
         self._is_done = False
         self._fitted: weakref.ref[nn.Module] | None = None
 

@@ -1,10 +1,10 @@
-"""Compression of a trained model to a size or a loss: which layers, which class and which rank, by their cost."""
+"""Compression of a trained model to a size or a loss, by low ranks that take equal shares of the layers' parameters."""
 
 import functools
 import inspect
 import logging
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,18 +14,10 @@ from torch.nn.parameter import is_lazy
 
 from lightning_struct.functional.checks import checked, is_real
 from lightning_struct.functional.torch_tools import in_eval_mode
-from lightning_struct.nn.approximation import progress_bar
-from lightning_struct.nn.candidates import (
-    Option,
-    least_increase,
-    low_rank_near_outputs,
-    observed_outputs,
-    smallest_within,
-)
-from lightning_struct.nn.channels import as_matrix, in_place_of
-from lightning_struct.nn.monarch import Monarch
+from lightning_struct.nn.approximation import relative_error, truncated_factors
+from lightning_struct.nn.channels import CONVOLUTIONS, as_matrix, in_place_of
+from lightning_struct.nn.classic import LowRank
 from lightning_struct.nn.replace import (
-    LayerFactory,
     called_attention,
     log_left,
     put_in_place,
@@ -39,10 +31,12 @@ from lightning_struct.nn.torch_modules import take_hooks
 
 _log = logging.getLogger(__name__)
 
-_PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the numbers of a layer by one of its matrices of low rank
+_FEW = 0.1  # of the parameters of all layers: a first or last layer with no more stays as it is
+_BISECTIONS = 10  # of the share, each with a pass over the data
+_LARGEST = 2048  # outputs; the eigenvectors of a larger moment take longer than a minute
+_WEIGHT_SHARE = 0.01  # of the moment of outputs under white inputs: directions that the data lack are not lost
 BatchLoss = Callable[[nn.Module, Any], Tensor]
 """The mean loss of a model on a batch, ()."""
-Candidates = Callable[[nn.Linear], Iterable[LayerFactory]]
 
 
 @checked
@@ -53,11 +47,10 @@ def compress(
     budget: float | None = None,
     max_loss_increase: float | None = None,
     loss: BatchLoss | None = None,
-    candidates: Candidates | None = None,
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
 ) -> Model:
-    """Make a trained model smaller by structured layers, for a given number of parameters or rise of the loss.
+    """Make a trained model smaller by low ranks, for a given number of parameters or rise of the loss.
 
     For example::
 
@@ -65,19 +58,19 @@ def compress(
         model = compress(model, batches, budget=0.25)    # a quarter of its parameters
         model = compress(model, batches, max_loss_increase=0.02, loss=error_rate)    # or two points of accuracy
         print(replacement_report(model))
-        trainer.fit(module, loader)    # the chosen matrices are only a starting point: fine-tune
+        trainer.fit(module, loader)    # the low ranks are only a starting point: fine-tune
 
     It may replace ``nn.Linear`` and layers that are declared or recognised as linear, convolutions without groups (as a
     matrix from patches to channels), and the projections of ``nn.MultiheadAttention``. A layer that shares its weight
     with another module, such as a head tied to an embedding, stays.
 
-    For each layer and each candidate, the loss is measured with only that layer replaced. Within the budget, the choice
-    with the smallest sum of increases is taken: a model that fits stays as it is. Of many layers it may be a little
-    more than the smallest. For ``max_loss_increase`` budgets are bisected, and each choice is measured as a whole. Low
-    rank approximates the *outputs* on the data, by their principal components, instead of the weight.
+    Each layer becomes a :class:`LowRank` of the largest rank within one share of its parameters, the same share for all
+    layers. Without ``include``, the layers that are called first and last stay if there is room for them and they have
+    at most a tenth of these parameters each: a head of ten outputs has no rank to spare. The *outputs* of a layer on
+    the data are approximated, by their principal components, instead of its weight. A model that fits stays as it is.
 
-    This takes a pass over the data for each layer and candidate, with a progress bar on a terminal. Losses before and
-    after are logged at level INFO.
+    The size takes a pass over the data before and one after; ``max_loss_increase`` bisects the share, and takes ten
+    more. Losses before and after are logged at level INFO.
 
     Args:
         model: changed in place. It is measured in eval mode, without gradients; its modes are restored afterwards. What
@@ -88,10 +81,6 @@ def compress(
         loss: called as ``loss(model, batch)``, returns () for a batch; batches count alike, whatever their sizes. With
             the error rate, ``max_loss_increase`` is a loss of accuracy. None: the change of the outputs, ‖f̂(x) -
             f(x)‖² / ‖f(x)‖², where x is the batch or its first item; it needs no labels.
-        candidates: function that returns, for an ``nn.Linear``, its possible replacements: classes or their
-            ``from_linear``, in partials. A candidate with an infinite or undefined loss is left out. None: low rank
-            with 1/2, 1/3, 1/4, 1/6, ... to 1/64 of the parameters of the layer, and Monarch matrices of 2, 4, 8 and 16
-            blocks.
         include, exclude: as in :func:`~lightning_struct.nn.replace_linear`.
 
     Returns:
@@ -102,8 +91,8 @@ def compress(
             returns more than one number; the budget is below the smallest possible size, which is named; there are no
             data, or the loss on them is not finite; without ``loss``, the outputs for a batch are zero; a name is not
             in the model; a parameter has no values, on the meta device, or no shape yet.
-        TypeError: ``candidates`` is no function; ``loss`` returns no number; or ``loss`` is not given, and the outputs
-            are not a tensor, the model needs more arguments, or a batch is neither a tensor nor a sequence.
+        TypeError: ``loss`` returns no number; or ``loss`` is not given, and the outputs are not a tensor, the model
+            needs more arguments, or a batch is neither a tensor nor a sequence.
 
     Example:
         >>> torch.manual_seed(0)
@@ -122,63 +111,157 @@ def compress(
     selection = Selection(model, include, exclude)
     with called_attention(model, lambda name, _: bool(name)) as (_, stands_for):
         names = selected_layers(model, selection, stands_for, "compress", lambda layer: as_matrix(layer) is not None)
-        places = _places(model, names)
+        _leave_shared(model, names)
         measured = functools.partial(_mean_loss, batches=batches, loss=loss or _output_change(model, batches))
-        with observed_outputs([model.get_submodule(n[0]) for n in places] if candidates is None else []) as moments:
+        with _observed_outputs(names) as moments:
             start = measured(model)
         if start == float("inf"):
             raise ValueError("the loss of the model on data is not finite: give a trained model, and finite data")
-        options = _measured_options(model, places, candidates, moments, measured, start)
+        layers = {layer: _LowRanks(of_names, layer, moments.get(layer)) for layer, of_names in names.items()}
+        ends = {end: layers.pop(end) for end in (_small_ends(names, list(moments)) if include is None else ())}
 
-        def chosen_layers(choice: Sequence[int]) -> list[tuple[str, nn.Module]]:
-            picked = zip(places, options, choice, strict=True)
-            return [(name, layer) for names, of, i in picked if (layer := of[i].layer) is not None for name in names]
+        def size(share: float) -> int:
+            return parameters - sum(of.saved(share) for of in layers.values())
 
-        def increase(choice: Sequence[int]) -> float:
-            with _replaced(model, chosen_layers(choice)) as compressed:
+        def chosen(share: float) -> list[tuple[str, nn.Module]]:
+            return [place for of in layers.values() if of.saved(share) for place in of.places(share)]
+
+        def increase(share: float) -> float:
+            with _replaced(model, chosen(share)) as compressed:
                 return measured(compressed) - start
 
         if max_loss_increase is not None:
-            choice = smallest_within(options, max_loss_increase, increase)
+            share = 0.0 if increase(0.0) <= max_loss_increase else 1.0
+            if share:
+                _, share = _bisected(lambda share: increase(share) <= max_loss_increase, _BISECTIONS)
         else:
             assert budget is not None
             allowed = int(budget * parameters) if budget <= 1 else int(budget)
-            others = parameters - sum(of[0].parameters for of in options)
-            smallest = others + sum(min(option.parameters for option in of) for of in options)
-            if allowed < smallest:
+            if allowed < size(0.0):  # no room for whole ends
+                layers, ends = layers | ends, {}
+            if allowed < size(0.0):
                 raise ValueError(
-                    f"budget={budget} allows {allowed:,} parameters, but with these candidates and layers the smallest "
-                    f"model has {smallest:,} of {parameters:,}: {others:,} are in other layers. Give a larger "
-                    "budget, or further candidates="
+                    f"budget={budget} allows {allowed:,} parameters, but with rank 1 in these layers the model has "
+                    f"{size(0.0):,} of {parameters:,}: give a larger budget, or include further layers"
                 )
-            choice = least_increase(options, allowed - others)
-        for (name, *_), index in zip(places, choice, strict=True):
-            if index == 0:
-                layer = model.get_submodule(name)
-                for left in (layer, *stands_for.get(layer, ())[1:]):  # attention is put back without replacements
-                    note_left(left, "compress chose no replacement")
-        compressed = put_in_place(model, chosen_layers(choice))
-    foreseen = start + sum(of[index].loss_increase for of, index in zip(options, choice, strict=True))
+            share = 1.0 if allowed >= parameters else _bisected(lambda share: size(share) > allowed, 50)[0]
+        left = dict.fromkeys(ends, "compress: the first or last layer, which include does not name")
+        whole = "compress: the model fits as it is" if share == 1 else "compress: low rank makes it no smaller"
+        left |= {layer: whole for layer, of in layers.items() if not of.saved(share)}
+        for layer, reason in left.items():
+            for itself in (layer, *stands_for.get(layer, ())[1:]):  # attention is put back without replacements
+                note_left(itself, reason)
+        compressed = put_in_place(model, chosen(share))
     _log.info(
-        f"compressed from {parameters:,} to {_count(compressed):,} parameters, {sum(map(bool, choice))} of "
-        f"{len(places)} layers: loss {start:.4g} before, {measured(compressed):.4g} now, {foreseen:.4g} by the sum of "
-        "single layers"
+        f"compressed from {parameters:,} to {_count(compressed):,} parameters, layers to {share:.3g} of theirs: loss "
+        f"{start:.4g} before, {measured(compressed):.4g} now"
     )
     return compressed
 
 
-def default_candidates(linear: nn.Linear, moment: Tensor | None = None) -> list[LayerFactory]:
-    """Low rank with 1/2 to 1/64 of the numbers of ``linear``, and Monarch matrices of 2 to 16 blocks.
+def _bisected(is_enough: Callable[[float], bool], steps: int) -> tuple[float, float]:
+    """Two near shares between 0 and 1, the first not enough and the second enough."""
+    low, high = 0.0, 1.0
+    for _ in range(steps):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return low, high
+
+
+class _LowRanks:
+    """The replacements of a layer by low ranks, near to its outputs on the data.
+
+    The matrix M of rank r with the least Σ ‖M x - W x‖² is U Uᵀ W, U the first r eigenvectors of Σ y yᵀ, y = W x
+    (principal components). A small share of W Wᵀ is added to that: if all inputs are of equal power, M is the
+    truncated singular value decomposition.
 
     Args:
-        linear: the layer.
-        moment: of its outputs, see :func:`~lightning_struct.nn.output_moments.observed_outputs`.
+        names: of the layer in the model.
+        layer: one with a matrix, (m, n).
+        moment: Σ y yᵀ, (m, m), float64. None: the truncated singular value decomposition.
     """
-    m, n = linear.out_features, linear.in_features
-    ranks = {max(1, m * n // ((m + n) * part)) for part in _PARTS}
-    blocks = [count for count in (2, 4, 8, 16) if count <= min(m, n)]
-    monarch = [functools.partial(Monarch.from_linear, blocks=count, refine=0) for count in blocks]
-    return [*low_rank_near_outputs(linear, sorted(ranks), moment), *monarch]
+
+    def __init__(self, names: list[str], layer: nn.Module, moment: Tensor | None) -> None:
+        linear = as_matrix(layer)
+        assert linear is not None
+        self._names, self._layer, self._linear, self._moment = names, layer, linear, moment
+
+    def _rank(self, share: float) -> int:
+        m, n = self._linear.weight.shape
+        return max(1, int(share * m * n / (m + n)))
+
+    def saved(self, share: float) -> int:
+        """Parameters that the layer has less with a share of them; 0: it stays as it is."""
+        weight = self._linear.weight
+        return max(0, weight.numel() - self._rank(share) * sum(weight.shape)) if share < 1 else 0
+
+    def places(self, share: float) -> list[tuple[str, nn.Module]]:
+        """The layer of low rank, at each of the names."""
+        make = functools.partial(self.from_linear, rank=self._rank(share))
+        new = in_place_of(self._layer, replacement(self._names[0], self._linear, make))
+        take_hooks(new, self._layer)
+        return [(name, new) for name in self._names]
+
+    @functools.cached_property
+    def _components(self) -> Tensor:
+        """The eigenvectors of the moment, or of W Wᵀ, (m, up to m), by falling eigenvalues."""
+        weight, moment = self._linear.weight.detach().double(), self._moment
+        if moment is None or not bool(moment.isfinite().all()) or not moment.trace() > 0:
+            return torch.linalg.svd(weight, full_matrices=False)[0]
+        of_weight = weight @ weight.T
+        total = of_weight.trace()
+        mixed = moment / moment.trace() + (_WEIGHT_SHARE * of_weight / total if total > 0 else 0)
+        return torch.linalg.eigh(mixed)[1].flip(1)
+
+    def from_linear(self, linear: nn.Linear, rank: int) -> LowRank:  # by this name it is called with the layer
+        weight = linear.weight.detach().double()
+        if not bool(weight.isfinite().all()):
+            raise ValueError("the weight has NaN or infinite entries")
+        U = self._components[:, :rank]
+        with torch.random.fork_rng(devices=[]):
+            layer = LowRank(linear.in_features, linear.out_features, rank, bias=linear.bias is not None)
+        layer.to(linear.weight.device, linear.weight.dtype)
+        G, H = truncated_factors(U.T @ weight, rank)
+        with torch.no_grad():
+            layer.G.copy_(U @ G)
+            layer.H.copy_(H)
+            if layer.bias is not None:
+                layer.bias.copy_(linear.bias)
+        layer.approximation_error = relative_error(layer.to_dense().double(), weight)
+        return layer.train(linear.training)
+
+
+@contextmanager
+def _observed_outputs(layers: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Tensor | None]]:
+    """The sums of y yᵀ, (m, m) in float64, over outputs y = W x of layers, without bias, in the order of their calls.
+
+    None of a layer with more than 2,048 outputs.
+    """
+    moments: dict[nn.Module, Tensor | None] = {}
+
+    def note(layer: Any, args: Any, y: Any) -> None:
+        before = moments.pop(layer, None)
+        moments[layer] = before
+        if not isinstance(y, Tensor):
+            return
+        y = y.detach().movedim(-1 - len(layer.kernel_size), -1) if type(layer) in CONVOLUTIONS else y.detach()
+        if y.shape[-1] <= _LARGEST:
+            bias = getattr(layer, "bias", None)
+            y = (y if bias is None else y - bias).reshape(-1, y.shape[-1]).double()  # also of a single sample
+            moments[layer] = y.T @ y if before is None else before + y.T @ y
+
+    handles = [layer.register_forward_hook(note) for layer in layers]
+    try:
+        yield moments
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _small_ends(layers: Iterable[nn.Module], called: Sequence[nn.Module]) -> set[nn.Module]:
+    """The layers that are called first and last, if they are small beside all of them."""
+    sizes = {layer: linear.weight.numel() for layer in layers if (linear := as_matrix(layer)) is not None}
+    return {end for end in (*called[:1], *called[-1:]) if sizes[end] <= _FEW * sum(sizes.values())}
 
 
 def _count(model: nn.Module) -> int:
@@ -217,8 +300,8 @@ def _check_has_values(model: nn.Module) -> None:
             )
 
 
-def _places(model: nn.Module, names: dict[nn.Module, list[str]]) -> list[list[str]]:
-    """The names of each selected layer that shares its weight with no other module."""
+def _leave_shared(model: nn.Module, names: dict[nn.Module, list[str]]) -> None:
+    """Take the layers that share their weight with another module out of ``names``."""
     shared = sharing_weights(model)
     for layer in [layer for layer in names if layer in shared]:
         log_left(names.pop(layer)[0], layer, "another module has its weight, too")
@@ -228,44 +311,6 @@ def _places(model: nn.Module, names: dict[nn.Module, list[str]]) -> list[list[st
             "convolution without groups, no projection of attention, that has a weight of its own and is not "
             f"structured already. Recurrent layers stay as they are{reasons_as_text(reasons_for_left(model))}"
         )
-    return list(names.values())
-
-
-def _measured_options(
-    model: nn.Module,
-    places: Sequence[list[str]],
-    candidates: Candidates | None,
-    moments: Mapping[nn.Module, Tensor],
-    measured: Callable[[nn.Module], float],
-    start: float,
-) -> list[list[Option]]:
-    """For each layer: as it is, and the candidates that are smaller, each with its cost."""
-    every: list[list[Option]] = []
-    with progress_bar(len(places), "layer") as bar:
-        for names in places:
-            bar.set_description(names[0] or "the model", refresh=False)
-            old = model.get_submodule(names[0])
-            linear = as_matrix(old)
-            assert linear is not None
-            options = [Option(None, linear.weight.numel(), 0.0)]
-            of_layer = default_candidates(linear, moments.get(old)) if candidates is None else candidates(linear)
-            for factory in of_layer:
-                structured = replacement(names[0], linear, factory)
-                size = sum(parameter.numel() for name, parameter in structured.named_parameters() if name != "bias")
-                if size >= linear.weight.numel():
-                    continue
-                new = in_place_of(old, structured)
-                take_hooks(new, old)
-                with _replaced(model, [(name, new) for name in names]) as changed:
-                    loss = measured(changed)
-                if loss == float("inf"):
-                    _log.info("%s as %s: the loss is not finite", names[0] or "the model", structured)
-                    continue
-                options.append(Option(new, size, max(0.0, loss - start)))
-                _log.info("%s as %s: loss %+.4g", names[0] or "the model", structured, loss - start)
-            every.append(sorted(options, key=lambda option: -option.parameters))  # of equal costs the largest is taken
-            bar.update(1)
-    return every
 
 
 @contextmanager

@@ -172,12 +172,11 @@ def test_layer_without_learned_operators_shows_its_matrix(tmp_path):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_layers_that_come_in_during_the_fit_are_logged_and_drawn(tmp_path, order):
+def test_layers_that_come_in_during_the_fit_are_drawn(tmp_path, order):
     monitor = OperatorMonitor(every_n_steps=1)
-    compression = Compression(0.5, epoch=0, loss=step, include=["hidden"], candidates=lambda linear: [LDRSubdiagonal])
+    compression = Compression(0.5, epoch=0, loss=step, include=["hidden"])
     trainer = make_trainer(tmp_path, max_epochs=1, callbacks=[monitor, compression][::order])
     trainer.fit(Network(nn.Linear(16, 16)), DataLoader(TensorDataset(torch.randn(8, 16)), batch_size=4))
-    assert "operators/hidden/a_max" in trainer.callback_metrics
     assert [path.name for path in monitor.paths] == ["operators_hidden.png"]
 
 

@@ -310,6 +310,7 @@ WAYS: dict[str, Callable] = {
     "LDR-SD": of_ours(lambda rank: partial(LDRSubdiagonal, rank=rank - 1)),
     "LDR-SD by diagonals": of_ours(lambda rank: partial(ToeplitzLike, rank=rank - 1), diagonals=("both", "both")),
     "Toeplitz-like": of_ours(lambda rank: partial(ToeplitzLike, rank=rank)),
+    "low rank between signs": of_ours(lambda rank: partial(LowRank, rank=rank)),
     "circulant, learned diagonals": of_ours(lambda rank: Circulant, diagonals=("outputs", "both")),
     "Hadamard, learned outputs' diagonal": of_ours(
         lambda rank: partial(RandomizedHadamard, terms=2 * rank - 1), diagonals=("outputs", "outputs")

@@ -34,6 +34,7 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -301,7 +302,8 @@ def draw(runs: Sequence[Run], networks: Sequence[str]) -> Figure:
         axes.axhline(whole["before"], color=style.INK, linestyle="--", label="whole")
         axes.set_xlabel("bytes of the weights")
         axes.set_title(name)
-        style.plain_ticks(axes.xaxis)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.xaxis.set_major_formatter(EngFormatter())
     panels[0].set_ylabel("test accuracy, %, after an epoch")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)

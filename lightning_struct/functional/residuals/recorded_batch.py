@@ -158,8 +158,9 @@ def is_equal_up_to_rounding(values: Tensor, block: Tensor, largest: Callable[[],
     """
     if values.numel() != block.numel():
         return False
-    difference, eps = (values.view_as(block) - block).abs().max().item(), torch.finfo(block.dtype).eps
-    return difference <= eps**0.5 * block.abs().max().item() or difference <= min(eps**0.5, _ROUNDING * eps) * largest()
+    maxima = torch.stack([(values.view_as(block) - block).abs().max(), block.abs().max()])
+    (difference, size), eps = maxima.tolist(), torch.finfo(block.dtype).eps
+    return difference <= eps**0.5 * size or difference <= min(eps**0.5, _ROUNDING * eps) * largest()
 
 
 def largest_number(graph: GraphModule, params: Parameters, buffers: Parameters, tensors: Sequence[Tensor]) -> float:

@@ -20,7 +20,6 @@ from lightning_struct.optim import CG, LSMR, LSQR, SHF, Kronecker, LevenbergMarq
 from lightning_struct.optim.shf.outputs.preconditioner import BlockPreconditioner, Factors, KroneckerFactors
 from tests.cases import CASES, Case, First, flat, mlp, shared_layer_mlp, trainable
 from tests.optim.helpers import RecordingLoss, dense_direction, dense_model, gaussian
-from tests.optim.shf.waits import waits_of
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -195,17 +194,6 @@ class Offset(nn.Module):
         return self.net(x + self.offset)
 
 
-def test_a_parameter_outside_of_layers_has_the_mean_of_its_squared_probe() -> None:
-    torch.manual_seed(0)
-    module = Offset().double()
-    before, loss, data = copy.deepcopy(module), RecordingLoss("mse"), batch()
-    optimizer = make(module, loss)
-    take(optimizer, data)
-    (gradient,) = torch.autograd.grad(before(data[0]), before.offset, loss.probe)
-    expected = (gradient.square().mean() / 12).expand(4)
-    torch.testing.assert_close(factors(optimizer)["offset"]["diagonal"], expected)
-
-
 class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -216,14 +204,16 @@ class Scale(nn.Module):
         return self.scale * self.net(x)
 
 
-def test_a_number_outside_of_layers_has_its_squared_probe() -> None:
+@pytest.mark.parametrize(("build", "name"), [(Offset, "offset"), (Scale, "scale")])
+def test_a_parameter_outside_of_layers_has_the_mean_of_its_squared_probe(build: type[nn.Module], name: str) -> None:
     torch.manual_seed(0)
-    module = Scale().double()
+    module = build().double()
     before, loss, data = copy.deepcopy(module), RecordingLoss("mse"), batch()
     optimizer = make(module, loss)
     take(optimizer, data)
-    (gradient,) = torch.autograd.grad(before(data[0]), before.scale, loss.probe)
-    torch.testing.assert_close(factors(optimizer)["scale"]["diagonal"], gradient.square() / 12)
+    (gradient,) = torch.autograd.grad(before(data[0]), before.get_parameter(name), loss.probe)
+    expected = (gradient.square().mean() / 12).expand(gradient.shape)
+    torch.testing.assert_close(factors(optimizer)[name]["diagonal"], expected)
 
 
 def test_factors_are_updated_every_so_many_steps() -> None:
@@ -503,30 +493,6 @@ def test_factors_of_other_options_are_refused() -> None:
         ValueError, match="averages of the Kronecker factors are of another network, or of other options"
     ):
         take(other, batch(seed=2))
-
-
-class Residual(nn.Module):
-    """Layers that are not in a chain, so that the gradients of single samples come from what each of them reads."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(layers))
-        self.head = nn.Linear(4, 2, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return self.head(x)
-
-
-def test_a_step_does_not_wait_for_each_layer() -> None:
-    counts = []
-    for layers in (1, 6):
-        torch.manual_seed(0)
-        optimizer = SHF(Residual(layers), "mse", solver=CG(maxiter=2, progress_tolerance=0.0))
-        take(optimizer, batch())
-        counts.append(waits_of(lambda optimizer=optimizer: take(optimizer, batch(seed=2))))
-    assert counts[0] == counts[1]
 
 
 def test_a_block_that_float32_cannot_factor_is_factored_in_float64_beside_the_others() -> None:

@@ -1074,15 +1074,6 @@ def test_a_batch_that_is_overfitted_raises_the_damping() -> None:
     assert dampings[0.0] < 0.1 < dampings[0.25]
 
 
-def test_nan_in_the_samples_held_out_is_an_error_that_changes_nothing() -> None:
-    module, (inputs, targets) = network(), batch()
-    before = weights(module)
-    targets[-1, 0] = math.nan
-    with pytest.raises(ValueError, match="the batch holds NaN or infinity"):
-        take(SHF(module, "mse", damping=1.0, held_out=0.25), (inputs, targets))
-    assert torch.equal(weights(module), before)
-
-
 # --- saving, loading, copying ----------------------------------------------------------------------------------------
 
 SIZES = (6, 9, 9, 14, 10, 16)
@@ -1231,15 +1222,6 @@ def test_nan_or_infinity_in_the_batch_is_an_error_that_changes_nothing(what: str
     assert without_seconds(take(optimizer, batch(8, seed=2))) == without_seconds(take(other, batch(8, seed=2)))
 
 
-def test_a_loss_that_overflows_is_an_error_that_changes_nothing() -> None:
-    module = network()
-    before = weights(module)
-    inputs, targets = batch()
-    with pytest.raises(ValueError, match="loss at the current weights is inf"):
-        take(SHF(module, "mse", damping=1.0), (inputs, targets * 1e200))
-    assert torch.equal(weights(module), before)
-
-
 @pytest.mark.parametrize("solver", ["lsmr", "lsqr", "cg"])
 def test_nan_within_the_solve_is_an_error_that_changes_nothing(solver: str) -> None:
     """Thrice, on a larger batch than the one before: the maximum of iterations must not grow with the failures."""
@@ -1258,23 +1240,17 @@ def test_nan_within_the_solve_is_an_error_that_changes_nothing(solver: str) -> N
     assert without_seconds(take(optimizer, batch(12, seed=2))) == without_seconds(take(other, batch(12, seed=2)))
 
 
-def test_a_zero_gradient_is_a_warning_and_no_step() -> None:
+def test_a_zero_gradient_is_a_warning_of_the_line_that_called_the_step_and_no_step() -> None:
     module = network()
     inputs, _ = batch()
     before, optimizer = weights(module), SHF(module, "mse", damping=1.0)
     optimizer.set_validation([batch(5, seed=9)])
-    with pytest.warns(UserWarning, match="gradient of this batch is zero"):
+    with pytest.warns(UserWarning, match="gradient of this batch is zero") as caught:
         report = take(optimizer, (inputs, module(inputs).detach()))
+    assert caught[0].filename == __file__
     assert (report.stop_reason, report.step_length, report.predicted_batch_size) == ("zero_gradient", 0.0, None)
     assert report.merit == pytest.approx(validation_loss(module, [batch(5, seed=9)]))
     assert torch.equal(weights(module), before)
-
-
-def test_a_warning_points_at_the_line_that_called_the_step() -> None:
-    module, (inputs, _) = network(), batch()
-    with pytest.warns(UserWarning, match="gradient of this batch is zero") as caught:
-        SHF(module, "mse", damping=1.0).step(inputs=inputs, targets=module(inputs).detach())
-    assert caught[0].filename == __file__
 
 
 class Lying(SquaredError):
@@ -1405,6 +1381,12 @@ REFUSED_BATCHES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "returned torch.complex128",
     ),
     "NaN in the outputs": ({"module": Root(4, 2)}, ValueError, "loss at the current weights is nan"),
+    "NaN held out": (
+        {"targets": TARGETS.index_fill(0, torch.tensor(11), math.nan), "held_out": 0.25},
+        ValueError,
+        "the batch holds NaN or infinity",
+    ),
+    "overflow": ({"targets": TARGETS * 1e200}, ValueError, "loss at the current weights is inf"),
     "no targets": ({"targets": None}, TypeError, r"step\(inputs=..., targets=...\)"),
     "no inputs": ({"inputs": None}, TypeError, r"step\(inputs=..., targets=...\)"),
     "chunks": (
@@ -1417,12 +1399,16 @@ REFUSED_BATCHES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("call", "error", "message"), REFUSED_BATCHES.values(), ids=REFUSED_BATCHES)
-def test_batches_that_cannot_be_trained_on_are_refused(call: dict[str, Any], error: Any, message: str) -> None:
+def test_batches_that_cannot_be_trained_on_are_refused_and_change_nothing(
+    call: dict[str, Any], error: Any, message: str
+) -> None:
     given = {"module": network(), "loss": "mse", "damping": 1.0, "inputs": INPUTS, "targets": TARGETS} | call
     names = {name: given.pop(name) for name in ("inputs", "targets")}
-    optimizer = SHF(given.pop("module").double(), given.pop("loss"), **given)
+    module = given.pop("module").double()
+    optimizer, before = SHF(module, given.pop("loss"), **given), weights(module)
     with pytest.raises(error, match=message):
         optimizer.step(**{name: value for name, value in names.items() if value is not None})
+    assert torch.equal(weights(module), before)
 
 
 def test_a_batch_without_names_is_told_how_to_be_passed() -> None:

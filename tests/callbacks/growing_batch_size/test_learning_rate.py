@@ -510,7 +510,7 @@ def run(directory, way, ckpt_path=None, **options):
             return LambdaLR(optimizer, lambda step: 0.5 ** (step // 8))
         return LambdaLR(optimizer, lambda step: math.cos(step / module.planned))
 
-    checkpoint = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    checkpoint = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     module = ManualSlope() if way == "manual" else scheduled(cosine)
     return fit(
         directory,
@@ -543,7 +543,7 @@ def test_a_resumed_run_goes_on_at_the_same_rate(tmp_path, whole, step):
 
 
 def test_added_in_mid_epoch_the_callback_takes_over_the_schedulers_where_they_are(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
     trainer = make_trainer(tmp_path, callbacks=[checkpoint], max_epochs=1, enable_checkpointing=True)
     trainer.fit(scheduled(constant), DataLoader(range(40), batch_size=4))
     with pytest.warns(UserWarning, match="after 4 batches of an epoch"):

@@ -41,8 +41,8 @@ from lightning_struct.functional.residuals.weight_products import WeightProducts
 from lightning_struct.functional.torch_tools import call_with, tree_leaves
 
 # Numbers and rows of the Jacobian that are computed at once: their intermediate values take several times as much
-# memory, and pass the processor's caches sooner if the rows are short.
-_NUMBERS_AT_ONCE, _ROWS_AT_ONCE = 2**24, 2**10
+# memory, and pass the processor's caches sooner if the rows are short. A GPU waits for each operation of the host.
+_NUMBERS_AT_ONCE, _ROWS_AT_ONCE, _ROWS_AT_ONCE_OF_GPU = 2**24, 2**10, 2**15
 # Backward passes through a whole batch that are done at once.
 _PASSES_AT_ONCE = 64
 # Points at which the derivative of a record is compared with the module's at least, if all would be too many
@@ -364,7 +364,8 @@ class _Rows:
         points = [t if dim is None or at is None else t[at] for t, dim in zip(self._inputs.tensors, dims, strict=True)]
         count = self._inputs.rows if at is None else len(at)
         per_row = len(out) // count
-        at_once = max(1, min(_ROWS_AT_ONCE // per_row, _NUMBERS_AT_ONCE // (per_row * max(out.shape[1], 1))))
+        most_rows = _ROWS_AT_ONCE if out.device.type == "cpu" else _ROWS_AT_ONCE_OF_GPU
+        at_once = max(1, min(most_rows, _NUMBERS_AT_ONCE // max(out.shape[1], 1)) // per_row)
         over_rows = vmap(partial(self.record.products.gradients, params, self._buffers), in_dims=(dims,))
         values, products = [], {name: list[OuterProducts]() for name in params if name in kept}
         for first in range(0, count, at_once):

@@ -3,7 +3,8 @@
 A QR factorisation of the shorter side of J and the singular values of the triangle R keep all digits; JᵀJ, with a
 Cholesky factorisation for each λ that is tried, takes a fraction of the time, and squares the condition of J, which
 does no harm where λ is not too small: rounding changes J Jᵀ by about ε σ₁², and the residual r of the solution, J Jᵀ y
-= b - r with y = r/λ², by about ε σ₁²/λ² of itself.
+= b - r with y = r/λ², by about ε σ₁²/λ² of itself. For smaller λ a second Gram matrix, of J with the first Cholesky
+factor divided out, has nearly the digits of a QR.
 """
 
 import math
@@ -127,7 +128,7 @@ class GramLeastSquares(_AllDampings):
         jacobian: J, its rows here.
         largest_singular_value: an estimate from below, by power iteration.
         smallest_damping: λ down to which the residual J d - b of a solution d is the exact one to a few hundredths.
-            Far below it solutions are NaN.
+            Far below it solutions are NaN. :meth:`refine` lowers it.
 
     Example:
         >>> jacobian = torch.tensor([[2.0, 0.0], [0.0, 4.0], [0.0, 0.0]])
@@ -154,6 +155,7 @@ class GramLeastSquares(_AllDampings):
         else:
             self._wide = self.jacobian if all_gather is None else self.jacobian.gathered(all_gather)
             self._gram = self._wide.gram_of_rows()
+        self._root: Tensor | None = None  # L, after refine()
         self._factor, self._factor_damping = torch.empty_like(self._gram), math.nan
         self._failed = torch.empty((), dtype=torch.int32, device=self._gram.device)
         # from a vector (P,), so that the order of the rows, as processes share them, makes no difference
@@ -167,24 +169,65 @@ class GramLeastSquares(_AllDampings):
         """``smallest_damping`` over σ₁: rounding, of about √n ε σ₁² for n = ``size`` rows, is small beside λ²."""
         return math.sqrt((size + 64) * torch.finfo(dtype).eps)
 
+    def refine(self) -> None:
+        """Lower ``smallest_damping`` to about its square over σ₁, by the Gram matrix of B = J L⁻ᵀ with L Lᵀ = JᵀJ + μ².
+
+        This is CholeskyQR with a shift (Fukaya et al., Shifted Cholesky QR for computing the QR factorization of
+        ill-conditioned matrices, 2020), with μ the present ``smallest_damping``: for d = L⁻ᵀ y the condition of the
+        damped problem is at most μ/λ, not σ₁/λ. It takes 2 N n² multiply-adds or less. J is formed as a matrix, and as
+        many numbers are kept; coordinates are other ones afterwards.
+        """
+        self._factor_damping, shift = math.nan, self.smallest_damping
+        while True:
+            self._factor.copy_(self._gram).diagonal().add_(shift * shift)
+            root, failed = torch.linalg.cholesky_ex(self._factor)
+            if not failed:
+                break
+            shift *= 2.0
+        matrix = self.jacobian.dense() if self._tall else self._wide.dense().mT
+        self._divided = torch.linalg.solve_triangular(root.mT, matrix.to(root), upper=True, left=False)
+        gram = lower_gram(self._divided.mT)
+        self._gram = self._all_reduce(gram) if self._tall else gram
+        inverse = torch.linalg.solve_triangular(root, torch.eye(len(root)).to(root), upper=False)
+        self._root, self._penalty = root, lower_gram(inverse)
+        self.smallest_damping = self.smallest_share(len(root), root.dtype) * shift
+
+    @property
+    def is_refined(self) -> bool:
+        """Whether :meth:`refine` was called."""
+        return self._root is not None
+
     def product(self, d: Tensor) -> Tensor:
         return self.jacobian.product(d)
 
     def coordinates(self, b: Tensor) -> Tensor:
-        """Jᵀ b, or b where N < P."""
+        """All that the solution depends on: Jᵀ b, or b where N < P; after :meth:`refine` Bᵀ b, or L⁻¹ b."""
         if self._tall:
-            return self._all_reduce(self.jacobian.transposed_product(b))
-        return b if self._all_gather is None else self._all_gather(b)
+            return self._all_reduce(self.jacobian.transposed_product(b) if self._root is None else self._divided.mT @ b)
+        b = b if self._all_gather is None else self._all_gather(b)
+        return b if self._root is None else _solved(self._root, b, upper=False)
 
     def solve_coordinates(self, coordinates: Tensor, damping: float) -> Tensor:
         if damping != self._factor_damping:
             self._factor_damping = math.nan
-            self._factor.copy_(self._gram).diagonal().add_(damping * damping)
+            self._factor.copy_(self._gram)
+            if self._root is None:
+                self._factor.diagonal().add_(damping * damping)
+            else:
+                self._factor.add_(self._penalty, alpha=damping * damping)
             _, failed = torch.linalg.cholesky_ex(self._factor, out=(self._factor, self._failed))
             self._factor.masked_fill_(failed > 0, math.nan)  # without a look at the device
             self._factor_damping = damping
-        solution = torch.cholesky_solve(coordinates[:, None].to(self._factor), self._factor)[:, 0].to(coordinates)
-        return solution if self._tall else self._wide.transposed_product(solution)
+        solution = torch.cholesky_solve(coordinates[:, None].to(self._factor), self._factor)[:, 0]
+        if self._root is not None:
+            solution = _solved(self._root.mT, solution, upper=True) if self._tall else self._divided @ solution
+            return solution.to(coordinates)
+        return solution.to(coordinates) if self._tall else self._wide.transposed_product(solution.to(coordinates))
+
+
+def _solved(triangle: Tensor, b: Tensor, upper: bool) -> Tensor:
+    """Solve with a triangle for one right-hand side, (n,)."""
+    return torch.linalg.solve_triangular(triangle, b[:, None].to(triangle), upper=upper)[:, 0]
 
 
 def _largest_eigenvalue(lower: Tensor, start: Tensor) -> float:

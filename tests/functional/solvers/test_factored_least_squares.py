@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -5,15 +7,22 @@ from torch import Tensor
 from lightning_struct.functional import FactoredLeastSquares, GramLeastSquares, geodesic_acceleration
 from tests.cases import gaussian
 
+
+def refined(jacobian: Tensor) -> GramLeastSquares:
+    gram = GramLeastSquares(jacobian)
+    gram.refine()
+    return gram
+
+
 SHAPES = {"tall": (12, 5), "wide": (5, 12), "square": (6, 6)}
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("damping", [10.0, 0.1, 1e-3])
-@pytest.mark.parametrize("factorisation", [FactoredLeastSquares, GramLeastSquares])
+@pytest.mark.parametrize("factorisation", [FactoredLeastSquares, GramLeastSquares, refined])
 def test_every_damping_from_one_factorisation(
-    factorisation: type[FactoredLeastSquares | GramLeastSquares], shape: str, damping: float
+    factorisation: Callable[[Tensor], FactoredLeastSquares | GramLeastSquares], shape: str, damping: float
 ) -> None:
     rows, columns = SHAPES[shape]
     jacobian, b = gaussian(rows, columns, seed=0), gaussian(rows, seed=1)
@@ -35,6 +44,11 @@ def test_the_condition_is_squared_by_the_gram_matrix_alone_which_leaves_the_resi
     exact = jacobian @ factored.solve(b, gram.smallest_damping) - b
     error = jacobian @ gram.solve(b, gram.smallest_damping) - b - exact
     assert error.norm() < 0.01 * exact.norm()
+    gram.refine()
+    assert gram.smallest_damping < 1e-13
+    for damping in (1e-7, 1e-8, 1e-9, 1e-10, 1e-11, 1e-12):
+        solution = factored.solve(b, damping)
+        assert (gram.solve(b, damping) - solution).norm() < 1e-13 / damping * solution.norm()
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -1,6 +1,7 @@
 """Two processes with a share of each block take the steps of one process with all of it."""
 
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ SIZES = {
     "wide": ((5, 3), (2, 1)),
     "outer products": ((5, 3), (2, 1)),
     "flattened": ((20, 16), (5, 1)),
+    "many weights": ((110, 100), (3, 4)),
 }
 SOLVERS: dict[str, dict[str, Any]] = {
     "exact": {"solver": "exact", "warm_start": 0.5},
@@ -30,7 +32,7 @@ SOLVERS: dict[str, dict[str, Any]] = {
 }
 # Each form of J by the exact solver; the others where they take another way.
 CASES = [("exact", name) for name in SIZES] + [
-    *(("lightly damped", name) for name in ("tall", "wide")),
+    *(("lightly damped", name) for name in ("tall", "wide", "many weights")),
     *(("lsmr", name) for name in ("tall", "flattened")),
 ]
 
@@ -38,11 +40,19 @@ CASES = [("exact", name) for name in SIZES] + [
 class WideEquation(Equation):
     """Its J is kept as outer products."""
 
+    sizes: tuple[int, ...] = (1, 64, 320, 1)
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        layers = [nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 320), nn.Tanh(), nn.Linear(320, 1)]
-        self.net = nn.Sequential(*layers).double()
+        layers = [layer for pair in pairwise(self.sizes) for layer in (nn.Linear(*pair), nn.Tanh())]
+        self.net = nn.Sequential(*layers[:-1]).double()
+
+
+class ManyWeights(WideEquation):
+    """A second Gram matrix is formed of its J if λ is small."""
+
+    sizes = (1, 12, 12, 1)
 
 
 class Flattened(Equation):
@@ -53,7 +63,7 @@ class Flattened(Equation):
         return {name: torch.stack([block, block.square()], -1).flatten() for name, block in blocks}
 
 
-MODULES = {"outer products": WideEquation, "flattened": Flattened}
+MODULES = {"outer products": WideEquation, "flattened": Flattened, "many weights": ManyWeights}
 
 
 def points(sizes: tuple[tuple[int, int], tuple[int, int]], rank: int | None) -> dict[str, Tensor]:

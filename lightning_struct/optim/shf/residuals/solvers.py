@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_struct.collective import all_gather_unequal, all_reduce, gather_numbers, world_size
 from lightning_struct.functional.checks import NotFinite
-from lightning_struct.functional.residuals.jacobians import JacobianForm, matrix_form
+from lightning_struct.functional.residuals.jacobians import DenseJacobian, JacobianForm, matrix_form
 from lightning_struct.functional.solvers.factored_least_squares import FactoredLeastSquares, GramLeastSquares
 from lightning_struct.functional.solvers.projected_least_squares import ProjectedLeastSquares
 from lightning_struct.optim.memory import check_memory, fits_memory
@@ -20,8 +20,10 @@ from lightning_struct.optim.shf.residuals.model import Products, ResidualModel, 
 # Cost model of the choice between the solvers, in multiplications: of the factorisations of JᵀJ or J Jᵀ, for each of
 # its numbers and rows: half a dozen by Cholesky, as most steps take; and the iterations that a Krylov solver
 # takes where λ is not very small. Each takes the time of a multiplication for every byte that it works through, and of
-# many more for its small operations.
-_FACTORISATIONS, _ITERATIONS, _ITERATION = 2.0, 60, 1e7
+# many more for its small operations: on a GPU, where the host waits for each, of as many as this.
+_FACTORISATIONS, _ITERATIONS, _ITERATION, _ITERATION_OF_GPU = 2.0, 60, 1e7, 1e10
+# From so many rows or columns of J on a second Gram matrix replaces QR and SVD, which take far longer.
+_REFINED = 128
 # Beyond these sizes J is not formed: its bytes, and those of JᵀJ or J Jᵀ.
 _LARGEST_JACOBIAN, _LARGEST_GRAM = 2**31, 2**28
 # A Krylov solver ends when the gradient of the damped problem has fallen to this share.
@@ -94,7 +96,9 @@ class ResidualSolver(ABC):
 
 
 class ExactSolver(ResidualSolver):
-    """By factorisations: of JᵀJ + λ² or J Jᵀ + λ², whichever is smaller; by QR and SVD where λ is too small for that.
+    """By factorisations, in float64: of JᵀJ + λ² or J Jᵀ + λ², whichever is smaller, refined where λ is too small.
+
+    The last resort is a QR and an SVD: for the smallest λ, and for small J, which they take no time for.
 
     Raises:
         ValueError: NaN or infinity in J, or in its products.
@@ -106,55 +110,64 @@ class ExactSolver(ResidualSolver):
         self._model = model
         self._jacobian = model.jacobian(model.form_for_gram)
         model.measure(self._jacobian)
+        if isinstance(self._jacobian, DenseJacobian) and model.residual.device.type != "mps":  # which has no float64
+            self._jacobian = DenseJacobian(self._jacobian.dense().double())
         self._factored: FactoredLeastSquares | GramLeastSquares | None = None
 
     def begin(self, start: Tensor | None, damping: float | None) -> None:
         residual = self._model.residual
         self._start, self._b = start, -residual if start is None else -residual - self.product(start)
         if self._factored is None:
-            self._factor(by_gram=True)
-        else:
-            self._coordinates = self._factored.coordinates(self._b)
+            self._form_gram()
+        self._coordinates = self._coordinates_of(self._b)
 
     def direction(self, damping: float) -> Tensor:
-        step = self._factored_for(damping).solve_coordinates(self._coordinates, damping)
+        step = self._solution(self._coordinates_for(damping), damping)
         return step if self._start is None else step.add_(self._start)
 
     def product(self, d: Tensor) -> Tensor:
-        return self._jacobian.product(d)
+        return self._jacobian.product(d.to(self._jacobian.dtype))
 
     def solve(self, b: Tensor, damping: float) -> Tensor:
-        return self._factored_for(damping).solve(b, damping)
+        self._coordinates_for(damping)
+        return self._solution(self._coordinates_of(b), damping)
 
-    def _factored_for(self, damping: float) -> FactoredLeastSquares | GramLeastSquares:
-        if isinstance(self._factored, GramLeastSquares) and damping < self._factored.smallest_damping:
-            self._factor(by_gram=False)
+    def _solution(self, coordinates: Tensor, damping: float) -> Tensor:
         assert self._factored is not None, "begin() comes first"
-        return self._factored
+        return self._factored.solve_coordinates(coordinates, damping).to(self._model.residual.dtype)
 
-    def _factor(self, by_gram: bool) -> None:
-        if by_gram:
-            self._factored = GramLeastSquares(
-                self._jacobian,
-                rows=self._model.rows,
-                all_reduce=all_reduce,
-                all_gather=all_gather_unequal if world_size() > 1 else None,
+    def _coordinates_of(self, b: Tensor) -> Tensor:
+        assert self._factored is not None, "begin() comes first"
+        b = b.to(self._jacobian.dtype)
+        return self._factored.coordinates(b if isinstance(self._factored, GramLeastSquares) else all_gather_unequal(b))
+
+    def _coordinates_for(self, damping: float) -> Tensor:
+        """The coordinates of -r for the factorisation that is fine enough for λ; it is made if it is not there."""
+        gram = self._factored
+        if isinstance(gram, GramLeastSquares) and damping < gram.smallest_damping:
+            if not gram.is_refined and min(self._model.rows, self._jacobian.shape[1]) >= _REFINED:
+                gram.refine()
+            if damping < gram.smallest_damping:
+                self._factored = FactoredLeastSquares(all_gather_unequal(self._jacobian.dense()))
+                self.largest = self._factored.largest_singular_value
+            self._coordinates = self._coordinates_of(self._b)
+        return self._coordinates
+
+    def _form_gram(self) -> None:
+        self._factored = gram = GramLeastSquares(
+            self._jacobian,
+            rows=self._model.rows,
+            all_reduce=all_reduce,
+            all_gather=all_gather_unequal if world_size() > 1 else None,
+        )
+        self.largest = gram.largest_singular_value
+        if not math.isfinite(self.largest):
+            raise NotFinite(
+                f"products of the derivatives of the residuals are too large for {self._jacobian.dtype}; the "
+                "weights are unchanged. Divide the residuals by their usual size in the module"
             )
-            if not math.isfinite(self._factored.largest_singular_value):
-                raise NotFinite(
-                    f"products of the derivatives of the residuals are too large for {self._jacobian.dtype}; the "
-                    "weights are unchanged. Divide the residuals by their usual size in the module"
-                )
-            self.smallest_damping = self._factored.smallest_damping if self._is_only_by_gram else 0.0
-        else:
-            self._factored = (FactoredLeastSquares if world_size() == 1 else SharedLeastSquares)(self._jacobian.dense())
-        self.largest = self._factored.largest_singular_value
-        self._coordinates = self._factored.coordinates(self._b)
-
-    @property
-    def _is_only_by_gram(self) -> bool:
-        """Whether J is kept as outer products, and never formed: it is wide, and QR takes far longer."""
-        return bool(self._model.form_for_gram.kept)
+        if self._model.form_for_gram.kept:  # J is kept as outer products, and never formed: it is wide
+            self.smallest_damping = gram.smallest_damping
 
 
 class KrylovSolver(ResidualSolver):
@@ -214,27 +227,9 @@ class KrylovSolver(ResidualSolver):
         return self._projected.solve(b, damping)
 
 
-class SharedLeastSquares(FactoredLeastSquares):
-    """A factored J whose rows are distributed over processes; ``jacobian`` and right-hand sides are of this process.
-
-    Each process reduces its rows to a triangle if it has more rows than J has columns; the triangles of all are
-    factored on all.
-    """
-
-    def __init__(self, jacobian: Tensor) -> None:
-        rows, columns = jacobian.shape
-        self._own = torch.geqrf(jacobian) if rows > columns else None
-        super().__init__(all_gather_unequal(jacobian if self._own is None else self._own[0][:columns].triu()))
-        self.jacobian = jacobian
-
-    def coordinates(self, b: Tensor) -> Tensor:
-        """Uᵀ b of the rows of b on all processes."""
-        if self._own is not None:
-            b = torch.ormqr(*self._own, b[:, None], left=True, transpose=True)[: len(self._own[1]), 0]
-        return super().coordinates(all_gather_unequal(b))
-
-
-def chosen_solver(rows: int, columns: int, element_size: int, maxiter: int, form: JacobianForm | None = None) -> str:
+def chosen_solver(
+    rows: int, columns: int, element_size: int, maxiter: int, form: JacobianForm | None = None, *, on_gpu: bool = False
+) -> str:
     """``"exact"`` if a factorisation takes less than the iterations of a Krylov solver, and not too much memory.
 
     Decided by the sizes alone, so that a run repeats itself.
@@ -244,15 +239,18 @@ def chosen_solver(rows: int, columns: int, element_size: int, maxiter: int, form
         element_size: bytes of a number.
         maxiter: bound on the iterations of the other.
         form: of J, with the rows of all processes; a matrix if not given.
+        on_gpu: whether J is on a GPU, which multiplies while the host would wait for an iteration.
 
     Example:
         >>> chosen_solver(1020, 9873, 8, 150), chosen_solver(100_000, 100_000, 8, 150)
         ('exact', 'lsmr')
+        >>> chosen_solver(8000, 3000, 8, 150), chosen_solver(8000, 3000, 8, 150, on_gpu=True)
+        ('lsmr', 'exact')
     """
     shorter = min(rows, columns)
     form = form or matrix_form(rows, columns)
     exact = form.cost * shorter**2 + _FACTORISATIONS * shorter**3
-    krylov = min(maxiter, _ITERATIONS) * (element_size * form.work + _ITERATION)
+    krylov = min(maxiter, _ITERATIONS) * (element_size * form.work + (_ITERATION_OF_GPU if on_gpu else _ITERATION))
     fits = form.numbers * element_size <= _LARGEST_JACOBIAN and shorter**2 * element_size <= _LARGEST_GRAM
     return "exact" if fits and exact <= krylov else "lsmr"
 
@@ -273,10 +271,10 @@ def make_solver(model: ResidualModel, name: str | None, maxiter: int, free_memor
         _check_memory_of_exact(model)
     elif name is None:
         sizes = model.rows, len(model.weights.vector), model.residual.element_size(), maxiter
-        matrix = matrix_form(*sizes[:2])
-        name = chosen_solver(*sizes, replace(matrix, numbers=0, cost=0.0))  # however J is kept
+        matrix, on_gpu = matrix_form(*sizes[:2]), model.residual.device.type != "cpu"
+        name = chosen_solver(*sizes, replace(matrix, numbers=0, cost=0.0), on_gpu=on_gpu)  # however J is kept
         if name == "exact":
-            name = chosen_solver(*sizes, model.form_for_gram)
+            name = chosen_solver(*sizes, model.form_for_gram, on_gpu=on_gpu)
         if name == "exact" and not free_memory.suffices_for("exact", model, _memory_of_exact(model)[1]):
             name = "lsmr"
     return ExactSolver(model) if name == "exact" else KrylovSolver(model, name, maxiter, free_memory)
@@ -319,8 +317,8 @@ def _memory_of_exact(model: ResidualModel) -> tuple[str, dict[str, tuple[int, st
     else:
         needed = {
             "J": (matrix, f"{len(model.residual)} x {columns}"),
-            "its factors": (matrix, "as many numbers"),
-            "the triangle": (4 * side, f"{text}, and its singular vectors"),
+            "its factors": (matrix * 8 // size, "as many numbers in float64"),
+            "JᵀJ": (4 * side * 8 // size, f"{text}, and its factors"),
         }
     return (
         f"The matrices of solver='exact' for {rows:,} residuals and {columns:,} parameters",

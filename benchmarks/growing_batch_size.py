@@ -295,6 +295,10 @@ TITLES = {
     "characters": "characters, transformer, AdamW",
     "imdb": "reviews (IMDB), LSTM, Adam",
     "autoencoder": "autoencoder of digits, Adam",
+    "characters_cosine": "characters, transformer, AdamW, cosine schedule",
+    "usps": "postcodes (USPS), convolutions, AdamW",
+    "bag": "reviews (IMDB), bag of embeddings, Adam",
+    "gru": "characters, GRU, Adam",
 }
 DRAWN = ("fixed ×1", "fixed ×2", DOUBLING, *GROWING)
 WAYS = (*FIXED, DOUBLING, RAMP, DEFAULT, SCALED, BY_RATE)

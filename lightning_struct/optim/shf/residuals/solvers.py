@@ -17,11 +17,11 @@ from lightning_struct.functional.solvers.projected_least_squares import Projecte
 from lightning_struct.optim.memory import check_memory, fits_memory
 from lightning_struct.optim.shf.residuals.model import Products, ResidualModel, RowProducts
 
-# Cost model of the choice between the solvers, in multiplications: of the factorisations of JᵀJ or J Jᵀ, for each of
-# its numbers and rows: half a dozen by Cholesky, as most steps take; and the iterations that a Krylov solver
-# takes where λ is not very small. Each takes the time of a multiplication for every byte that it works through, and of
-# many more for its small operations: on a GPU, where the host waits for each, of as many as this.
-_FACTORISATIONS, _ITERATIONS, _ITERATION, _ITERATION_OF_GPU = 2.0, 60, 1e7, 1e10
+# Cost model of the choice between the solvers, in multiplications: of JᵀJ or J Jᵀ, of which half is computed; of the
+# factorisations, for each of their numbers and rows: three or four by Cholesky, as most steps take; and the iterations
+# that a Krylov solver takes where λ is not very small. Each takes the time of a multiplication for every byte that it
+# works through, and of many more for its small operations: on a GPU, where the host waits for each, of as many as this.
+_HALF, _FACTORISATIONS, _ITERATIONS, _ITERATION, _ITERATION_OF_GPU = 0.5, 1.2, 60, 1e7, 1e10
 # From so many rows or columns of J on a second Gram matrix replaces QR and SVD, which take far longer.
 _REFINED = 128
 # Beyond these sizes J is not formed: its bytes, and those of JᵀJ or J Jᵀ.
@@ -244,12 +244,12 @@ def chosen_solver(
     Example:
         >>> chosen_solver(1020, 9873, 8, 150), chosen_solver(100_000, 100_000, 8, 150)
         ('exact', 'lsmr')
-        >>> chosen_solver(8000, 3000, 8, 150), chosen_solver(8000, 3000, 8, 150, on_gpu=True)
+        >>> chosen_solver(6000, 4000, 8, 150), chosen_solver(6000, 4000, 8, 150, on_gpu=True)
         ('lsmr', 'exact')
     """
     shorter = min(rows, columns)
     form = form or matrix_form(rows, columns)
-    exact = form.cost * shorter**2 + _FACTORISATIONS * shorter**3
+    exact = _HALF * form.cost * shorter**2 + _FACTORISATIONS * shorter**3
     krylov = min(maxiter, _ITERATIONS) * (element_size * form.work + (_ITERATION_OF_GPU if on_gpu else _ITERATION))
     fits = form.numbers * element_size <= _LARGEST_JACOBIAN and shorter**2 * element_size <= _LARGEST_GRAM
     return "exact" if fits and exact <= krylov else "lsmr"

@@ -6,13 +6,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from benchmarks.rectangles import RectanglesDataModule, generate_rectangles
 from lightning_struct.data import MNISTVariantDataModule
-from lightning_struct.data.larochelle import (
-    FILES,
-    picture_patches,
-    rotate,
-    uniform_noise,
-    vary_digits,
-)
+from lightning_struct.data.larochelle import FILES, picture_patches, rotate, uniform_noise, vary_digits
 from tests.data.official import prepared, write_mnist
 
 VARIANTS = list(FILES)

@@ -145,10 +145,7 @@ def test_without_a_config_rls_trains_the_network_of_the_paper():
 
 @pytest.mark.parametrize(
     ("given", "form"),
-    [
-        (["=low_rank"], "low_rank"),
-        (["=lightning_struct.optim.LowRankP", ".rank=3"], LowRankP(rank=3)),
-    ],
+    [(["=low_rank"], "low_rank"), (["=lightning_struct.optim.LowRankP", ".rank=3"], LowRankP(rank=3))],
 )
 def test_the_form_of_p_is_a_name_or_a_value_on_the_command_line(given, form):
     chosen = [f"--model.optimizer.form{argument}" for argument in given]

@@ -683,11 +683,7 @@ def test_a_run_that_accumulated_goes_on_with_larger_batches(tmp_path):
     assert resumed.read == [list(range(start, start + 8)) for start in range(16, 40, 8)]
 
 
-LIMITED = {
-    "batch": ({}, {}),
-    "workers": ({"num_workers": 2}, {}),
-    "accumulate": ({}, {"mode": "accumulate"}),
-}
+LIMITED = {"batch": ({}, {}), "workers": ({"num_workers": 2}, {}), "accumulate": ({}, {"mode": "accumulate"})}
 
 
 @pytest.mark.covering(1)

@@ -227,15 +227,6 @@ def test_of_several_ways_of_a_kind_the_best_of_those_with_most_seeds_is_drawn() 
     ]
 
 
-def test_figures_of_the_paper_are_found_by_class_rank_and_data() -> None:
-    tables = import_module("paper_tables")
-    assert tables.paper_accuracy(("ldr_sd", 1), "noise", "shl") == 78.80
-    assert tables.paper_accuracy(("low_rank", 1), "cifar", "shl") is None
-    assert tables.paper_perplexity(("low_rank", 2)) == "205.72"  # the budget of LDR-SD of rank 1
-    assert tables.paper_perplexity(("low_rank", 3)) == "179.46"
-    assert tables.paper_perplexity(("ldr_sd", 3)) == ""
-
-
 def test_a_script_measures_and_prints_its_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

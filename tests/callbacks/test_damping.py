@@ -280,9 +280,7 @@ def test_wrong_arguments_are_named(arguments, message):
         LevenbergMarquardtDamping(**arguments)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["drop", "lower", "upper", "min_damping", "max_damping"])
-@pytest.mark.parametrize("value", ["a", None, float("nan")])
-def test_arguments_that_are_no_numbers_are_named(name, value):
-    with pytest.raises(MisconfigurationException, match=f"{name} must be a number, but is {value!r}"):
-        LevenbergMarquardtDamping(**{name: value})
+def test_arguments_that_are_no_numbers_are_named(name):
+    with pytest.raises(MisconfigurationException, match=f"{name} must be a number, but is nan"):
+        LevenbergMarquardtDamping(**{name: float("nan")})

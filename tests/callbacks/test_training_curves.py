@@ -308,13 +308,9 @@ def test_losses_of_which_some_are_negative_have_a_linear_axis(losses, scale):
     assert curves.plot()[1][0].get_yscale() == scale
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [(0, "at least 1, but is 0")]
-    + [(value, f"a whole number >= 1, but is {value!r}") for value in ("3", 2.5, float("nan"), True, None)],
-)
-def test_steps_between_records_must_be_a_positive_number(value, message):
-    with pytest.raises(MisconfigurationException, match=f"every_n_steps must be {message}"):
+@pytest.mark.parametrize(("value", "kind"), [(0, "at least 1"), (True, "a whole number >= 1")])
+def test_steps_between_records_must_be_a_positive_number(value, kind):
+    with pytest.raises(MisconfigurationException, match=f"every_n_steps must be {kind}, but is {value}"):
         TrainingCurves(every_n_steps=value)
 
 

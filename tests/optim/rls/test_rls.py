@@ -245,7 +245,6 @@ def test_a_scheduler_of_the_momentum_acts_on_it():
         ({"exclude": ["0", "2"], "auxiliary": ADAM}, "for RLS to train"),
         ({"lr": True}, "lr must be a finite number >= 0, got True"),
         ({"lr": torch.ones(2)}, r"lr must be a finite number >= 0, got tensor\(\[1., 1.\]\)"),
-        ({"max_gain": "x"}, "max_gain must be a finite number > 0, or None, got 'x'"),
         ({"gradient_scale": {"0": "a"}}, "gradient_scale must be a finite number > 0, got 'a'"),
         ({"ratio": {"0": 0.1}}, "ratio must be a finite number > 0, got {'0': 0.1}"),
     ],

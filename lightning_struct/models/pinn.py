@@ -24,7 +24,7 @@ from lightning_struct.optim.shf import SHF
 from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
-# Factor of the residuals of conditions in an interval: their errors go on to all later times.
+# Smallest factor of the residuals of conditions in an interval: their errors go on to all later times.
 _OF_CONDITIONS = 10.0
 
 
@@ -152,14 +152,17 @@ class IntervalNetwork(nn.Module):
     def residuals(self, equation: DifferentialEquation, points: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Residuals by block of the network that is trained, at points of the domain moved into its interval.
 
-        Those of conditions are multiplied by ten.
+        Those of conditions are multiplied by ten, or by (1/length of an interval)ᵏ if that is more and the block
+        ``"initial"`` has k conditions for each point: so large are k-th derivatives in time beside the values.
         """
         moved = {block: self._moved(at) for block, at in points.items()}
         residuals = equation.residuals(self._interval(self.current, self.number), moved)
         if "initial" in residuals:
             last = equation.residual("initial", self._interval(self.last, self.number - 1), moved["initial"])
             residuals["initial"] = residuals["initial"] - (self.number > 0) * last
-        return {block: r if block == "interior" else _OF_CONDITIONS * r for block, r in residuals.items()}
+        order = residuals["initial"][0].numel() if "initial" in residuals else 1
+        factor = max(_OF_CONDITIONS, self._length**-order)
+        return {block: r if block == "interior" else factor * r for block, r in residuals.items()}
 
     def advance(self) -> None:
         """Go on to the next interval, if there is one."""

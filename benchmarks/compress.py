@@ -327,7 +327,7 @@ def print_files(networks: Sequence[str], arguments: argparse.Namespace, results:
 
 
 def in_files(model: nn.Module, sample: Sample) -> list[str]:
-    """Of the ONNX file, and of that in int8: kB, milliseconds for one sample, and accuracy on 1,000."""
+    """Sizes in kB of the ONNX file and of that in int8, milliseconds for one sample, and accuracy on 1,000."""
     import onnxruntime
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxruntime.quantization.shape_inference import quant_pre_process

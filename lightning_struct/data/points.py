@@ -1,6 +1,7 @@
 """Points of a differential equation's regions, drawn anew while a network is trained on them."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -21,8 +22,8 @@ Points: TypeAlias = dict[str, Tensor]  # by the name of the block: (n, d)
 # Points that a residual is evaluated at, for each that is taken in proportion to it.
 _CANDIDATES = 10
 # The number of points doubles if the loss on new points has not halved in so many draws, and is larger than that on the
-# last points by more than this factor.
-_PATIENCE, _GAP = 5, 2.0
+# last points by more than this factor: one or the other pair.
+_PATIENCE, _GAP = (5, 2), (2.0, 5.0)
 # A loss this many times the lowest one is that of another problem, as of the next interval of time: draws count anew.
 _RISE = 10.0
 # Bounds on the number of points that grows by itself: for each trained parameter, and in all.
@@ -40,8 +41,9 @@ class PointDraws(IndependentDraws):
 
     With ``max_points`` the number of points grows with the accuracy. It doubles when the steps fit the points rather
     than the equation: when the loss ½ Σ_b mean r² on new points has not halved in five draws, and is more than twice
-    that on the last ones. In a linear regression with n points and p parameters it is (n + p)/(n - p) times that, so
-    that about three points for each parameter in use are enough. A ``batch_size`` that is set ends this.
+    that on the last ones, or in two draws, and is more than five times that. In a linear regression with n points and p
+    parameters it is (n + p)/(n - p) times that, so that about three points for each parameter in use are enough. A
+    ``batch_size`` that is set ends this.
 
     Args:
         regions: by the name of the block.
@@ -146,15 +148,17 @@ class PointDraws(IndependentDraws):
 
     def _grow(self, last: Points, max_points: int) -> None:
         """Double the number of points if the steps on the last ones fitted these points."""
-        loss, twice = self._loss(self._points), 2 * self.batch_size
+        loss, more = self._loss(self._points), min(2 * self.batch_size, max_points)
         if loss < 0.5 * self._lowest_loss or loss > _RISE * self._lowest_loss:
             self._lowest_loss, self._waited = loss, 0
             return
         self._waited += 1
-        may_grow = twice <= max_points and self.batch_size == self._own_size
-        if self._waited >= _PATIENCE and may_grow and loss > _GAP * self._loss(last):
+        if more <= self.batch_size or self.batch_size != self._own_size:
+            return
+        gap = loss / max(self._loss(last), sys.float_info.min)
+        if any(self._waited >= patience and gap > least for patience, least in zip(_PATIENCE, _GAP, strict=True)):
             self._lowest_loss, self._waited = loss, 0
-            self.batch_size = self._own_size = twice
+            self.batch_size = self._own_size = more
 
     def _loss(self, points: Points) -> float:
         """½ Σ_b mean r² at the weights of now."""

@@ -29,7 +29,6 @@ from lightning_struct.functional.solvers.factored_least_squares import (
     DampedSolver,
     FactoredLeastSquares,
     GramLeastSquares,
-    geodesic_acceleration,
 )
 from lightning_struct.functional.solvers.least_squares import LeastSquaresResult, RightPreconditioner, lsmr, lsqr
 from lightning_struct.functional.solvers.line_search import LineSearchResult, armijo
@@ -76,7 +75,7 @@ __all__ = [
     "ProjectedLeastSquares", "RightPreconditioner", "ScaledDamping", "ShiftOperator", "SquaredError",
     "SubdiagonalOperator", "TransposedOperator", "TridiagonalOperator", "armijo", "cauchy_like_matmul",
     "choose_subdiagonal_method", "choose_tridiagonal_method", "circulant_matmul", "conjugate_gradient", "curve_fit",
-    "displacement_rank", "empirical_fisher_diagonal", "fisher_scaling", "geodesic_acceleration",
+    "displacement_rank", "empirical_fisher_diagonal", "fisher_scaling",
     "gradient_variance", "hadamard_transform", "hankel_like_matmul", "jacobi_scaling", "krylov_matrix", "laplacian",
     "ldr_matmul", "ldr_to_dense", "levenberg_marquardt", "linearize", "lsmr", "lsqr", "next_batch_rule",
     "norm_test_batch_size", "partial_derivatives", "per_sample_gradient_norms", "prepare_subdiagonal",

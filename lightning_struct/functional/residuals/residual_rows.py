@@ -37,7 +37,7 @@ from lightning_struct.functional.residuals.recorded_batch import (
     without_writes,
 )
 from lightning_struct.functional.residuals.residuals import residual_blocks
-from lightning_struct.functional.residuals.weight_products import WeightProducts
+from lightning_struct.functional.residuals.weight_products import Outer, WeightProducts
 from lightning_struct.functional.torch_tools import call_with, tree_leaves
 
 # Numbers and rows of the Jacobian that are computed at once: their intermediate values take several times as much
@@ -45,6 +45,8 @@ from lightning_struct.functional.torch_tools import call_with, tree_leaves
 _NUMBERS_AT_ONCE, _ROWS_AT_ONCE, _ROWS_AT_ONCE_OF_GPU = 2**24, 2**10, 2**15
 # Backward passes through a whole batch that are done at once.
 _PASSES_AT_ONCE = 64
+# Shapes of the inputs for which the gradients of a block are recorded at a time.
+_KEPT_BATCHES = 4
 # Points at which the derivative of a record is compared with the module's at least, if all would be too many
 # numbers.
 _CHECKED_POINTS = 64
@@ -307,6 +309,30 @@ class _Record:
     def __init__(self, graph: GraphModule, params: Parameters) -> None:
         self.graph, self.products = graph, WeightProducts(graph, params)
         self.derivative_is_checked = False
+        self._batches: dict[str, GraphModule | None] = {}  # of the gradients, by the shapes of their inputs
+
+    def gradients(
+        self, params: Parameters, buffers: Parameters, tensors: list[Tensor], dims: list[int | None]
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Outer]]:
+        """Gradients of several rows, as :meth:`WeightProducts.gradients` returns them for one.
+
+        Shapes that come a second time are recorded: the rules of ``vmap`` and autograd take longer than the operations.
+        """
+
+        def over_rows(params: Parameters, buffers: Parameters, tensors: list[Tensor]) -> Any:
+            return vmap(partial(self.products.gradients, params, buffers), in_dims=(dims,))(tensors)
+
+        key = str([t.shape for t in tensors])
+        if key not in self._batches:
+            if len(self._batches) == _KEPT_BATCHES:
+                self._batches.clear()
+            self._batches[key] = None
+        elif not torch.is_autocast_enabled(tensors[0].device.type):
+            graph = self._batches[key] or recorded_graph(over_rows, params, buffers, tensors)
+            self._batches[key] = graph
+            with torch.no_grad():
+                return graph(*tree_leaves((params, buffers, tensors)))
+        return over_rows(params, buffers, tensors)
 
     def remove_detachments(self, params: Parameters) -> None:
         """Let derivatives pass where the graph detaches tensors that autograd kept for a backward pass (torch 2.6)."""
@@ -366,11 +392,10 @@ class _Rows:
         per_row = len(out) // count
         most_rows = _ROWS_AT_ONCE if out.device.type == "cpu" else _ROWS_AT_ONCE_OF_GPU
         at_once = max(1, min(most_rows, _NUMBERS_AT_ONCE // max(out.shape[1], 1)) // per_row)
-        over_rows = vmap(partial(self.record.products.gradients, params, self._buffers), in_dims=(dims,))
         values, products = [], {name: list[OuterProducts]() for name in params if name in kept}
         for first in range(0, count, at_once):
             tensors = [t if dim is None else t[first : first + at_once] for t, dim in zip(points, dims, strict=True)]
-            residuals, gradients, outer = over_rows(tensors)
+            residuals, gradients, outer = self.record.gradients(params, self._buffers, tensors, dims)
             values.append(residuals.detach())
             rows = out[first * per_row : (first + at_once) * per_row]
             columns = iter(rows.split([p.numel() for name, p in params.items() if name not in kept], dim=1))

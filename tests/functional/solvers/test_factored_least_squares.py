@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_struct.functional import FactoredLeastSquares, GramLeastSquares, geodesic_acceleration
+from lightning_struct.functional import FactoredLeastSquares, GramLeastSquares
 from tests.cases import gaussian
 
 
@@ -58,20 +58,6 @@ def test_the_largest_singular_value_is_estimated_from_below_whatever_the_order_o
     estimate = GramLeastSquares(jacobian).largest_singular_value
     assert 0.9 * largest < estimate <= largest * (1 + 1e-12)
     assert GramLeastSquares(jacobian.flip(0)).largest_singular_value == pytest.approx(estimate, rel=1e-12)
-
-
-@pytest.mark.parametrize("shape", ["tall", "wide"])
-def test_the_acceleration_is_minus_half_the_solution_for_the_second_derivative(shape: str) -> None:
-    rows, columns = SHAPES[shape]
-    jacobian, curvature = gaussian(rows, columns, seed=0), gaussian(rows, columns, columns, seed=1)
-    residual, v = gaussian(rows, seed=2), 0.1 * gaussian(columns, seed=3)
-
-    def residual_at(d: Tensor) -> Tensor:  # its second derivative along v is r_vv = vᵀ C v
-        return residual + jacobian @ d + 0.5 * torch.einsum("nij,i,j->n", curvature, d, d)
-
-    factored = FactoredLeastSquares(jacobian)
-    expected = -0.5 * factored.solve(torch.einsum("nij,i,j->n", curvature, v, v), 0.3)
-    torch.testing.assert_close(geodesic_acceleration(factored, residual, residual_at, v, 0.3), expected)
 
 
 @pytest.mark.parametrize("shape", [(12, 5), (5, 12)], ids=str)

@@ -144,6 +144,23 @@ def test_steps_solve_the_damped_problem_around_a_part_of_the_last_step(name: str
         assert report.damping == damping
 
 
+def test_steps_are_corrected_for_the_curvature_of_the_residuals() -> None:
+    """They come close to Jᵀ r(w + d) + λ² d = 0, the minimum of ½‖r(w + d)‖² + ½λ²‖d‖² if J stays as it is."""
+    module, damping = Equation(), 0.01
+    optimizer = SHF(module, "least_squares")
+    for _ in range(8):
+        optimizer.step(inputs=points())
+    function, before = scaled_residuals(module, points(), None), weights(module)
+    jacobian = torch.autograd.functional.jacobian(function, before)
+    matrix = jacobian.mT @ jacobian + damping**2 * torch.eye(len(before))
+    linear = corrected = torch.linalg.solve(matrix, -jacobian.mT @ function(before).detach())
+    for _ in range(200):
+        residuals = function(before + corrected).detach()
+        corrected = torch.linalg.solve(matrix, jacobian.mT @ (jacobian @ corrected - residuals))
+    SHF(module, "least_squares", damping=LevenbergMarquardt(initial=damping, drop=None)).step(inputs=points())
+    assert (weights(module) - before - corrected).norm() < 0.25 * (linear - corrected).norm()
+
+
 def test_a_small_damping_costs_no_digits() -> None:
     """JᵀJ would lose what is damped by less than √ε of the largest singular value."""
     rows, solution = gaussian(12, 5, seed=0), gaussian(5, seed=1)

@@ -65,6 +65,7 @@ class ResidualSolver(ABC):
     """Solutions of min ‖r + J d‖² + λ²‖d - d0‖² for any λ.
 
     Attributes:
+        start: d0; None for zero.
         largest: the largest singular value of J, or its estimate.
         smallest_damping: a λ that adapts does not fall below it.
         iterations: iterations so far; 0 for the exact solver.
@@ -72,6 +73,7 @@ class ResidualSolver(ABC):
         stop_reason: why it stopped: ``"exact"``, ``"normal_residual"``, ``"maxiter"``.
     """
 
+    start: Tensor | None
     largest: float
     smallest_damping: float = 0.0
     iterations: int = 0
@@ -93,6 +95,12 @@ class ResidualSolver(ABC):
     @abstractmethod
     def solve(self, b: Tensor, damping: float) -> Tensor:
         """The solution of min ‖J d - b‖² + λ²‖d‖², or one close to it."""
+
+    def corrected(self, d: Tensor, residual: Tensor, damping: float) -> Tensor:
+        """The solution e of min ‖r(w + d) + J (e - d)‖² + λ²‖e - d0‖², or one close to it; ``residual`` is r(w + d)."""
+        moved = d if self.start is None else d - self.start
+        solution = self.solve(self.product(moved) - residual, damping)
+        return solution if self.start is None else solution.add_(self.start)
 
 
 class ExactSolver(ResidualSolver):
@@ -116,14 +124,14 @@ class ExactSolver(ResidualSolver):
 
     def begin(self, start: Tensor | None, damping: float | None) -> None:
         residual = self._model.residual
-        self._start, self._b = start, -residual if start is None else -residual - self.product(start)
+        self.start, self._b = start, -residual if start is None else -residual - self.product(start)
         if self._factored is None:
             self._form_gram()
         self._coordinates = self._coordinates_of(self._b)
 
     def direction(self, damping: float) -> Tensor:
         step = self._solution(self._coordinates_for(damping), damping)
-        return step if self._start is None else step.add_(self._start)
+        return step if self.start is None else step.add_(self.start)
 
     def product(self, d: Tensor) -> Tensor:
         return self._jacobian.product(d.to(self._jacobian.dtype))
@@ -200,7 +208,7 @@ class KrylovSolver(ResidualSolver):
             model.measure_parts(self._products.backward)
 
     def begin(self, start: Tensor | None, damping: float | None) -> None:
-        residual, self._start = self._model.residual, start
+        residual, self.start = self._model.residual, start
         self._projected = ProjectedLeastSquares(
             self._products.forward,
             self._products.backward,
@@ -218,7 +226,7 @@ class KrylovSolver(ResidualSolver):
 
     def direction(self, damping: float) -> Tensor:
         step = self._projected.solution(damping)
-        return step if self._start is None else step.add_(self._start)
+        return step if self.start is None else step.add_(self.start)
 
     def product(self, d: Tensor) -> Tensor:
         return self._products.forward(d)

@@ -13,7 +13,6 @@ from lightning_struct.functional.residuals.jacobians import matrix_form
 from lightning_struct.functional.residuals.residual_rows import RowRecords
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.solvers.curve_fit import inverse_of_normal_matrices
-from lightning_struct.functional.solvers.factored_least_squares import geodesic_acceleration
 from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.residuals.model import ResidualModel
 from lightning_struct.optim.shf.residuals.solvers import FreeMemory, ResidualSolver, make_solver
@@ -32,10 +31,12 @@ _LARGEST_WARM_START = 0.7
 _FIRST_SHARE = 0.1
 # The smallest λ is taken whose step lowers the loss by this share of the prediction (DSGNAR, arXiv 2607.02194).
 _SMALLEST_RATIO = 0.075
-# λ falls by this factor from one try to the next, at most so often. It rises by it, then by a half more each time.
-_FACTOR, _MOST, _FASTER = 2.0, 10, 1.5
-# Acceleration is taken where 2‖a‖ is below this share of ‖v‖. Transtrum & Sethna (2012, section 5) have .75.
-_LARGEST_ACCELERATION = 1.5
+# λ is first divided by a factor, which is squared if that will do, and else becomes its root, between these bounds. λ
+# rises by it from one try to the next, and by a half more each time.
+_FIRST_FACTOR, _SMALLEST_FACTOR, _LARGEST_FACTOR, _FASTER = 2.0, 2.0**0.125, 4.0, 1.5
+# A step is corrected at most so often, as long as the loss above the prediction falls to this share, or is more than
+# this share of the prediction.
+_CORRECTIONS, _GAIN, _REST = 20, 0.8, 0.01
 # Remedy for a forward that does not take the inputs.
 _FORWARD = (
     "With loss='least_squares' forward gets all of them, measurements too, and returns residuals, as "
@@ -59,7 +60,7 @@ class ResidualSteps(Steps):
         super().__init__(module, loss, given.for_residuals(), exact_variance=True)
         self._adapts_warm_start = given.warm_start.is_left("initial")
         self._checks_reached = True
-        self._records, self._free_memory = RowRecords(module), FreeMemory()
+        self._records, self._free_memory, self._factor = RowRecords(module), FreeMemory(), _FIRST_FACTOR
 
     def linearize(self, now: StepState, inputs: Any, targets: Tensor | None) -> ResidualModel:
         """The problem of a batch at the current weights.
@@ -82,6 +83,7 @@ class ResidualSteps(Steps):
         self._records.refused = dict(memory.decisions.get("refused_rows", {}))
         self._records.whole_batches.refused = memory.decisions.get("refused_batches", False)
         self._free_memory.too_many = dict(memory.decisions.get("too_many_rows", {}))
+        self._factor = memory.decisions.get("damping_factor", _FIRST_FACTOR)
         with now.timed("linearize"), self._network_draws(now), self.buffers.watched():
             try:
                 return ResidualModel(self._records, self.loss, now.weights, inputs, counts=memory.blocks)
@@ -123,9 +125,10 @@ class ResidualSteps(Steps):
                     bounds = max(rule.bounds[0], smallest), rule.bounds[1]
                     around = _FIRST_SHARE * solver.largest if damping is None else max(damping, smallest)
                     accelerated = getattr(rule, "acceleration", True)
-                    steps = DampedSteps(model, solver, bounds, accelerated=accelerated)
+                    steps = DampedSteps(model, solver, bounds, self._factor, accelerated=accelerated)
                 with now.timed("line_search"):
                     step = steps.best(around, adapts=adapts)
+                    self._factor = steps.factor
                 if step is not None:
                     d, w = step.direction, model.weights.vector
                     squares = torch.stack([inner(d, d), inner(w, w)]).tolist()
@@ -176,6 +179,7 @@ class ResidualSteps(Steps):
                 "refused_rows": dict(self._records.refused),
                 "refused_batches": self._records.whole_batches.refused,
                 "too_many_rows": dict(self._free_memory.too_many),
+                "damping_factor": self._factor,
             },
         )
 
@@ -220,10 +224,10 @@ class DampedStep:
     """A step of a damped least-squares problem.
 
     Attributes:
-        direction: d, the solution v with its geodesic acceleration, if it has one, flat.
+        direction: d, flat.
         damping: λ it was computed with.
         value: f(w + d); infinity if it is not finite.
-        predicted: ½‖r + J v‖².
+        predicted: ½‖r + J d‖² of the solution d before its corrections.
     """
 
     direction: Tensor
@@ -239,44 +243,53 @@ class DampedSteps:
         model: the problem.
         solver: its solver, after ``begin``.
         bounds: the smallest and the largest λ.
-        accelerated: whether steps get a geodesic acceleration.
+        factor: by which λ falls.
+        accelerated: whether steps are corrected for the curvature of the residuals.
+
+    Attributes:
+        factor: the one for the next batch.
     """
 
     def __init__(
-        self, model: ResidualModel, solver: ResidualSolver, bounds: tuple[float, float], *, accelerated: bool
+        self,
+        model: ResidualModel,
+        solver: ResidualSolver,
+        bounds: tuple[float, float],
+        factor: float,
+        *,
+        accelerated: bool,
     ) -> None:
-        self._model, self._solver, self._accelerated = model, solver, accelerated
+        self._model, self._solver, self.factor = model, solver, factor
+        self._corrections = _CORRECTIONS if accelerated else 0
         # λ² added to squared singular values that rounding hides it from would change nothing.
         smallest = torch.finfo(model.residual.dtype).eps * solver.largest
         self._smallest, self._largest = min(max(bounds[0], smallest), bounds[1]), bounds[1]
 
     def best(self, damping: float, *, adapts: bool) -> DampedStep | None:
-        """The longest step that lowers the loss by a share of the prediction, for λ/2 or a larger damping.
+        """The longest step that lowers the loss by a share of the prediction, for a smaller or a larger damping.
 
-        λ falls further, by factors of 2, as long as that also makes the loss smaller. The lowest loss of all λ would be
-        short-sighted: longer steps reach lower losses later.
+        The lowest loss of all λ would be short-sighted: longer steps reach lower losses later.
 
         Args:
             damping: λ.
-            adapts: whether other dampings are tried if λ lowers the loss.
+            adapts: whether a smaller damping is tried first.
 
         Returns:
             None if no damping lowers the loss.
         """
-        ratio, factor = _SMALLEST_RATIO if adapts else 0.0, _FACTOR
-        tried = [self._step(damping / _FACTOR if adapts else damping)]
+        ratio, factor = _SMALLEST_RATIO if adapts else 0.0, self.factor
+        tried = [self._step(damping / factor if adapts else damping)]
         while not self._is_close(tried[-1], ratio) and tried[-1].damping < self._largest:
             tried.append(self._step(tried[-1].damping * factor))
             factor *= _FASTER
-        step = tried[-1] if self._is_close(tried[-1], ratio) else min(tried, key=lambda step: step.value)
-        for _ in range(_MOST if adapts and len(tried) == 1 else 0):
-            if step.damping <= self._smallest:  # a smaller one is the same
-                break
-            further = self._step(step.damping / _FACTOR)
-            if not further.value < step.value:
-                break
-            step = further
-        return step if step.value < self._model.value else None
+        is_close = self._is_close(tried[-1], ratio)
+        step = tried[-1] if is_close else min(tried, key=lambda step: step.value)
+        if not step.value < self._model.value:
+            self.factor = _LARGEST_FACTOR  # λ rises far
+            return None
+        first_will_do = is_close and len(tried) == 1
+        self.factor = min(self.factor**2, _LARGEST_FACTOR) if first_will_do else max(self.factor**0.5, _SMALLEST_FACTOR)
+        return step
 
     def _is_close(self, step: DampedStep, ratio: float) -> bool:
         """Whether a step lowers the loss, and by more than this share of the prediction."""
@@ -284,21 +297,25 @@ class DampedSteps:
         return fall > 0.0 and fall >= ratio * (self._model.value - step.predicted)
 
     def _step(self, damping: float) -> DampedStep:
+        """The step for one λ: about the minimum over d of ½‖r(w + d)‖² + ½λ²‖d - d0‖², with J as it is at w."""
         damping, model = self._within(damping), self._model
-        velocity = self._solver.direction(damping)
-        product = self._solver.product(velocity)
-        predicted = model.value_of(model.residual + product)
-        if self._accelerated:
-            a = geodesic_acceleration(
-                self._solver, model.residual, model.residual_at, velocity, damping, product=product
-            )
-            both = velocity + a
-            numbers = torch.stack([inner(a, a), inner(velocity, velocity), model.value_at(both), predicted]).tolist()
-            is_short = 2.0 * math.sqrt(numbers[0]) < _LARGEST_ACCELERATION * math.sqrt(numbers[1])
-            if is_short and numbers[2] < model.value:
-                return DampedStep(both, damping, *numbers[2:])
-        value, expected = torch.stack([model.value_at(velocity), predicted]).tolist()
-        return DampedStep(velocity, damping, value if math.isfinite(value) else math.inf, expected)
+        d = self._solver.direction(damping)
+        residual = model.residual_at(d)
+        ends = model.value_of(residual), model.value_of(model.residual + self._solver.product(d))
+        value, predicted = torch.stack(ends).tolist()
+        for _ in range(self._corrections):
+            if not math.isfinite(value) or value <= (1.0 + _REST) * predicted:
+                break
+            corrected = self._solver.corrected(d, residual, damping)
+            residual = model.residual_at(corrected)
+            lower = model.value_of(residual).item()
+            if not lower < value:
+                break
+            is_slow = lower - predicted > _GAIN * (value - predicted)
+            d, value = corrected, lower
+            if is_slow:
+                break
+        return DampedStep(d, damping, value if math.isfinite(value) else math.inf, predicted)
 
     def _within(self, damping: float) -> float:
         return min(max(damping, self._smallest), self._largest)

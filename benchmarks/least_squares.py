@@ -1,4 +1,4 @@
-"""Errors of physics-informed networks over CPU time, by SHF, Adam, L-BFGS and torch-levenberg-marquardt.
+"""Errors of physics-informed networks over CPU time, by SHF and by what others use.
 
     OMP_NUM_THREADS=1 python benchmarks/least_squares.py [--problems poisson2d ...] [--seconds 60]
         [--seeds 0 1 2] [--methods ...]
@@ -8,14 +8,18 @@ measures the error is not counted. The error is the relative L2 error on 10,000 
 solution. All methods start from the same weights. The points are fixed and the same for all, but for Burgers' equation.
 There they are drawn anew as ``PointsDataModule`` does by default, a fifth of them where the residual of the method's
 network is large, and in a number that grows to at most ten for each parameter: every 5 steps of SHF and of
-torch-levenberg-marquardt, every 100 of Adam, and every 10 of L-BFGS with up to 20 iterations each. Adam has the rate
-1e-3, L-BFGS the line search by the strong Wolfe conditions and a history of 50; "Adam, then L-BFGS" has half of the
-time each. SHF has two arguments, ``SHF(module, "least_squares")``; "SHF, γ = 0" is without the warm start, which only
-points that are drawn anew call for, and "SHF, exact" with the exact solver where SHF would choose LSMR. Equations that
-have a time are solved in ten intervals of time by an ``IntervalNetwork``, by all methods: from the third step on the
-intervals share the seconds, and the first has two shares. A rival that is not installed is said to be so:
+torch-levenberg-marquardt, every 100 of Adam and SOAP, every 200 of SSBroyden, and every 10 of L-BFGS with up to 20
+iterations each. Adam has the rate 1e-3, SOAP its default, 3e-3. L-BFGS has the line search by the strong Wolfe
+conditions and a history of 50. SSBroyden, a Broyden update of the whole inverse Hessian matrix that scales itself, has
+the same line search; "Adam, then ..." has half of the time each. SHF has two arguments, ``SHF(module,
+"least_squares")``; "SHF, γ = 0" is without the warm start, which only points that are drawn anew call for, "SHF, exact"
+with the exact solver where SHF would choose LSMR, and "SHF, no corrections" takes the solutions of the linear problems
+as they are. Equations that have a time are solved in ten intervals of time by an ``IntervalNetwork``, by all methods:
+from the third step on the intervals share the seconds, and the first has two shares. A rival that is not installed is
+said to be so:
 
     torch-levenberg-marquardt    pip install torch-levenberg-marquardt
+    SOAP                         pip install pytorch-optimizer
 
 Printed is the error after parts of the time, the median over seeds with the lowest and the highest. Where points are
 drawn anew the error moves up and down from step to step; there it is that of the weights with the lowest loss so far on
@@ -35,6 +39,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from torch.optim.lbfgs import _strong_wolfe
 
 import harness
 import style
@@ -43,7 +48,7 @@ from lightning_struct.data.equations import Burgers, DifferentialEquation, Heat,
 from lightning_struct.data.points import PointDraws
 from lightning_struct.functional import LeastSquares
 from lightning_struct.models.pinn import IntervalNetwork, make_network
-from lightning_struct.optim import SHF
+from lightning_struct.optim import SHF, LevenbergMarquardt
 
 RESULTS = harness.RESULTS / "least_squares"
 TIMES = (10, 30, 60, 100, 150, 200, 300, 600, 1000)
@@ -165,6 +170,64 @@ def by_adam(module: Residuals, draw: Callable[[int], Points]) -> Iterator[None]:
         yield
 
 
+def by_soap(module: Residuals, draw: Callable[[int], Points]) -> Iterator[None]:
+    from pytorch_optimizer import SOAP
+
+    optimizer, step = SOAP(module.parameters()), 0
+    while True:
+        optimizer.zero_grad()
+        half_mean_square(module(draw(step // 100))).backward()
+        optimizer.step()
+        step += 1
+        yield
+
+
+def by_ssbroyden(module: Residuals, draw: Callable[[int], Points]) -> Iterator[None]:
+    """SSBroyden2 of Urbán, Stefanou & Pons (https://doi.org/10.1016/j.jcp.2024.113656), formulas (13) to (23)."""
+    parameters, step = list(module.parameters()), 0
+    w = nn.utils.parameters_to_vector(parameters).detach()
+    n, points = len(w), draw(0)
+    inverse, size = torch.eye(n), 0.0
+
+    def at(w: Tensor) -> tuple[float, Tensor]:
+        nn.utils.vector_to_parameters(w, parameters)
+        loss = half_mean_square(module(points))
+        return loss.item(), torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, parameters)])
+
+    value, g = at(w)
+    while True:
+        if (anew := draw(step // 200)) is not points:
+            points = anew
+            value, g = at(w)
+        d = -inverse @ g
+        if not d @ g < 0:
+            inverse, size, d = torch.eye(n), 0.0, -g
+        slope = (d @ g).item()
+        start = min(1.0, 2.0 * float(size) or 1.0 / g.abs().sum().item())
+        value, new, size, _ = _strong_wolfe(lambda w, t, d: at(w + t * d), w, start, d, value, g, slope)
+        s, y, b_s = float(size) * d, new - g, -float(size) * g  # B s = -t g
+        w, g = w + s, new
+        nn.utils.vector_to_parameters(w, parameters)
+        if (curvature := (s @ y).item()) > 0:
+            h_y = inverse @ y
+            y_h_y = (y @ h_y).item()
+            b, h = (s @ b_s).item() / curvature, y_h_y / curvature
+            a = max(b * h - 1.0, 1e-15)
+            rho = min(1.0, h * (1.0 - math.sqrt(a / (1.0 + a))))
+            theta = max((rho - 1.0) / a, min(1.0 / rho, (1.0 - b) / b))
+            sigma = 1.0 + theta * a
+            if step == 0:
+                tau = h / sigma
+            else:
+                root = abs(sigma) ** (1.0 / (1.0 - n))
+                tau = min(1.0, 1.0 / b) * min(root, 1.0 / theta) if theta > 0 else min(min(1.0, 1.0 / b) * root, sigma)
+            v, phi = s / curvature - h_y / y_h_y, (1.0 - theta) / sigma
+            inverse = (inverse - torch.outer(h_y, h_y / y_h_y) + torch.outer(phi * y_h_y * v, v)) / tau
+            inverse += torch.outer(s, s / curvature)
+        step += 1
+        yield
+
+
 def by_lbfgs(module: Residuals, draw: Callable[[int], Points]) -> Iterator[None]:
     def fresh() -> torch.optim.LBFGS:
         return torch.optim.LBFGS(module.parameters(), history_size=50, line_search_fn="strong_wolfe")
@@ -208,14 +271,18 @@ def by_levenberg_marquardt(module: Residuals, draw: Callable[[int], Points]) -> 
         yield
 
 
-WITHOUT_WARM_START, EXACT = "SHF, γ = 0", "SHF, exact"
-METHODS = {
+WITHOUT_WARM_START, EXACT, LINEAR = "SHF, γ = 0", "SHF, exact", "SHF, no corrections"
+METHODS: dict[str, Callable[..., Iterator[None]]] = {
     "SHF": by_shf,
     EXACT: partial(by_shf, solver="exact"),
     WITHOUT_WARM_START: partial(by_shf, warm_start=0.0),
+    LINEAR: partial(by_shf, damping=LevenbergMarquardt(acceleration=False)),
     "Adam": by_adam,
     "L-BFGS": by_lbfgs,
+    "SSBroyden": by_ssbroyden,
+    "SOAP": by_soap,
     "Adam, then L-BFGS": by_adam,
+    "Adam, then SSBroyden": by_adam,
     "torch-levenberg-marquardt": by_levenberg_marquardt,
 }
 
@@ -272,8 +339,8 @@ def train(problem: str, method: str, seed: int, seconds: float) -> harness.Run:
             reached = int((spent - second) / (seconds - second) * (module.network.intervals + 1)) - 1
             for _ in range(int(module.network.number), reached):
                 module.network.advance()
-        if method == "Adam, then L-BFGS" and not switched and spent >= seconds / 2:
-            steps, switched = by_lbfgs(module, draw), True
+        if method.startswith("Adam, then ") and not switched and spent >= seconds / 2:
+            steps, switched = METHODS[method.removeprefix("Adam, then ")](module, draw), True
     return {"problem": problem, "method": method, "seed": seed, "curve": curve}
 
 
@@ -344,7 +411,7 @@ def main() -> None:
         "--methods",
         nargs="+",
         choices=METHODS,
-        default=[name for name in METHODS if name not in (WITHOUT_WARM_START, EXACT)],
+        default=[name for name in METHODS if name not in (WITHOUT_WARM_START, EXACT, LINEAR)],
     )
     harness.add_job_options(parser)
     arguments = parser.parse_args()

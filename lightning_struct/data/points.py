@@ -1,7 +1,6 @@
 """Points of a differential equation's regions, drawn anew while a network is trained on them."""
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_struct.collective import all_gather_rows
 from lightning_struct.data.equations import DifferentialEquation, Region, check_equation
 from lightning_struct.data.in_memory import BatchedTensorDataset, EvaluatedDataModule
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws, keep_batch, seeded_generator
@@ -148,24 +148,25 @@ class PointDraws(IndependentDraws):
 
     def _grow(self, last: Points, max_points: int) -> None:
         """Double the number of points if the steps on the last ones fitted these points."""
-        loss, more = self._loss(self._points), min(2 * self.batch_size, max_points)
+        # all processes have these points and weights; the first one decides
+        loss, fitted = all_gather_rows(torch.stack([self._loss(self._points), self._loss(last)]))[0].tolist()
         if loss < 0.5 * self._lowest_loss or loss > _RISE * self._lowest_loss:
             self._lowest_loss, self._waited = loss, 0
             return
         self._waited += 1
+        more = min(2 * self.batch_size, max_points)
         if more <= self.batch_size or self.batch_size != self._own_size:
             return
-        gap = loss / max(self._loss(last), sys.float_info.min)
-        if any(self._waited >= patience and gap > least for patience, least in zip(_PATIENCE, _GAP, strict=True)):
+        if any(self._waited >= patience and loss > gap * fitted for patience, gap in zip(_PATIENCE, _GAP, strict=True)):
             self._lowest_loss, self._waited = loss, 0
             self.batch_size = self._own_size = more
 
-    def _loss(self, points: Points) -> float:
-        """½ Σ_b mean r² at the weights of now."""
+    def _loss(self, points: Points) -> Tensor:
+        """½ Σ_b mean r² at the weights of now, (), float64."""
         assert self._residuals is not None
         blocks = self._residuals(points)
         squares = [blocks[block].detach().double().square().sum() / len(at) for block, at in points.items()]
-        return 0.5 * torch.stack(squares).sum().item()
+        return 0.5 * torch.stack(squares).sum()
 
     def _add_points(self) -> None:
         """Draw the points of this period that are missing."""

@@ -58,6 +58,7 @@ def test_larger_batch_has_more_points_of_each_region_beside_those_that_were_ther
     ("gap", "falls", "sizes"),
     [
         (3.0, 1.0, [16] * 6 + [32] * 5 + [64] * 3),  # new points are worse than old ones, and no draw is better
+        (6.0, 1.0, [16] * 3 + [32] * 2 + [64] * 2 + [100] * 7),  # the same, sooner and up to the bound
         (3.0, 0.4, [16] * 14),  # the loss on new points halves from draw to draw
         (1.1, 1.0, [16] * 14),  # it is that on the last points
     ],

@@ -117,9 +117,9 @@ def least_squares_errors() -> Figure:
     (_, _, *columns), *rows = rows_of("results/least_squares.md", "problem | method | 10 s")
     times = [float(column.removesuffix(" s")) for column in columns if column.endswith(" s")]
     problems = [row[0] for row in rows if row[0]]
-    figure = Figure(figsize=(style.WIDTH, 11.0), layout="constrained")
-    *panels, corner = figure.subplots(4, 2).flatten()
-    panel = dict(zip(problems, panels, strict=True))
+    figure = Figure(figsize=(style.WIDTH, 13.0), layout="constrained")
+    panels = figure.subplots(5, 2).flatten()
+    panel, (corner, *others) = dict(zip(problems, panels, strict=False)), panels[len(problems) :]
     name, curves = "", {}
     for row in rows:
         name = row[0] or name
@@ -133,7 +133,8 @@ def least_squares_errors() -> Figure:
         axes.set(title=title, xscale="log", yscale="log", xlabel="CPU seconds, one thread", ylabel="relative error")
         style.plain_ticks(axes.xaxis)
         axes.grid()
-    corner.set_axis_off()
+    for axes in (corner, *others):
+        axes.set_axis_off()
     corner.legend(curves.values(), curves, loc="center", title="medians; band: lowest to highest of three seeds")
     return figure
 

@@ -328,8 +328,7 @@ class _Record:
                 self._batches.clear()
             self._batches[key] = None
         elif not torch.is_autocast_enabled(tensors[0].device.type):
-            graph = self._batches[key] or recorded_graph(over_rows, params, buffers, tensors)
-            self._batches[key] = graph
+            self._batches[key] = graph = self._batches[key] or recorded_graph(over_rows, params, buffers, tensors)
             with torch.no_grad():
                 return graph(*tree_leaves((params, buffers, tensors)))
         return over_rows(params, buffers, tensors)

@@ -193,7 +193,7 @@ class ResidualModel:
             squares.append(jacobian.squared_norms(self.residual[rows], len(block), rows))
             sums.append(jacobian.transposed_product(self.residual[rows], rows))
             first += size
-        bad = torch.stack([~part.sum().isfinite() for part in jacobian.parts()]).any().double()
+        bad = torch.stack([~part.sum(dtype=torch.float64).isfinite() for part in jacobian.parts()]).any().double()
         of_samples, sums_of_all = all_reduce(torch.stack([bad, *squares])), all_reduce(torch.stack(sums))
         self.gradient = sums_of_all.sum(0)
         of_blocks = [inner(block_sum, block_sum) for block_sum in sums_of_all]

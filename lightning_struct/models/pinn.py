@@ -91,10 +91,9 @@ class _Interval:
 class IntervalNetwork(nn.Module):
     """A function of points in space and time: a :class:`TanhNetwork` for each of several equal intervals of time.
 
-    The networks are trained one after another. Each begins as the last one, continued beyond the end of its interval,
-    and its initial condition is that end: the residuals of the block ``"initial"`` are those of the new network minus
-    those of the last one, at the time where they meet. Wrong solutions whose residuals are small at late times cannot
-    arise so.
+    The networks are trained one after another. Each begins as a copy of the last one, and its initial condition is the
+    end of that: the residuals of the block ``"initial"`` are those of the new network minus those of the last one, at
+    the time where they meet. Wrong solutions whose residuals are small at late times cannot arise so.
 
     Args:
         equation: has a ``time``, and says which coordinates are ``periodic``.
@@ -174,11 +173,6 @@ class IntervalNetwork(nn.Module):
             for fixed, weights in zip(network.buffers(), self.current.parameters(), strict=True):
                 fixed.copy_(weights.detach())
         self.number += 1
-        first: Any = self.current.layers[0]
-        steps = torch.tensor([[0.0] * len(self._scales[0]), self._scales[2]])
-        at, further = periodic_inputs(steps.to(first.weight), self.current.periodic)
-        with torch.no_grad():
-            first.bias += first.weight @ (further - at)  # it is the last network, beyond the end of that one's interval
 
     def _moved(self, points: Tensor) -> Tensor:
         before, t, after = points.tensor_split((self.time, self.time + 1), dim=1)

@@ -310,15 +310,6 @@ def in_intervals(equation, intervals, number):
     return network
 
 
-@pytest.mark.parametrize("equation", [Wave(), Convection()], ids=["", "periodic"])
-def test_a_new_interval_begins_as_the_last_network_continued(equation):
-    network = in_intervals(equation, 4, 1)
-    network.advance()
-    points = {name: at.double() for name, at in points_of(equation).items()}
-    initial = network.residuals(equation, points)["initial"]  # values, and for the wave derivatives in time
-    torch.testing.assert_close(initial, torch.zeros_like(initial), rtol=0, atol=1e-11)
-
-
 @pytest.mark.parametrize(
     ("equation", "later", "factor"), [(Wave(), 0.25, 16), (Convection(), 0.25, 10), (VanDerPol(), 2.5, 10)]
 )

@@ -135,7 +135,7 @@ def least_squares_errors() -> Figure:
         axes.grid()
     for axes in (corner, *others):
         axes.set_axis_off()
-    corner.legend(curves.values(), curves, loc="center", title="medians; band: lowest to highest of three seeds")
+    corner.legend(curves.values(), curves, loc="center", title="medians; band: lowest to highest of the seeds")
     return figure
 
 

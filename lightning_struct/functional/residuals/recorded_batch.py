@@ -32,8 +32,8 @@ from lightning_struct.functional.torch_tools import (
 )
 
 _log = logging.getLogger(__name__)
-# Rounding, in units of the last place of the largest number that took part.
-_ROUNDING = 1e3
+# Rounding, in units of the last place of the largest number that took part: factors of a small difference enlarge it.
+_ROUNDING = 1e5
 
 Parameters: TypeAlias = Mapping[str, Tensor]
 # Makes a context manager around each call of the module, as one that repeats random numbers.

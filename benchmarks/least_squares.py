@@ -160,26 +160,25 @@ def by_shf(module: Residuals, draw: Callable[[int], Points], **settings: Any) ->
         yield
 
 
-def by_adam(module: Residuals, draw: Callable[[int], Points]) -> Iterator[None]:
-    optimizer, step = torch.optim.Adam(module.parameters(), lr=1e-3), 0
+def by_gradients(
+    module: Residuals, draw: Callable[[int], Points], make: Callable[..., torch.optim.Optimizer]
+) -> Iterator[None]:
+    optimizer, step = make(module.parameters()), 0
     while True:
         optimizer.zero_grad()
         half_mean_square(module(draw(step // 100))).backward()
         optimizer.step()
         step += 1
         yield
+
+
+by_adam = partial(by_gradients, make=partial(torch.optim.Adam, lr=1e-3))
 
 
 def by_soap(module: Residuals, draw: Callable[[int], Points]) -> Iterator[None]:
     from pytorch_optimizer import SOAP
 
-    optimizer, step = SOAP(module.parameters()), 0
-    while True:
-        optimizer.zero_grad()
-        half_mean_square(module(draw(step // 100))).backward()
-        optimizer.step()
-        step += 1
-        yield
+    return by_gradients(module, draw, SOAP)
 
 
 def by_ssbroyden(module: Residuals, draw: Callable[[int], Points]) -> Iterator[None]:

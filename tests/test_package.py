@@ -88,7 +88,7 @@ def test_public_names_are_listed():
 # Public names for which an example of their own says nothing.
 WITHOUT_EXAMPLE = {
     "functional": {
-        *("DampedSolver", "GaussNewtonLoss", "RightPreconditioner"),  # protocols
+        *("GaussNewtonLoss", "RightPreconditioner"),  # protocols
         *("DisplacementOperator", "Jacobian", "Linearization"),  # abstract bases
         # records, which the example of the function that returns or takes them shows
         *("Derivatives", "LineSearchResult", "ParameterNorms", "ScaledDamping"),

@@ -26,7 +26,6 @@ from lightning_struct.functional.solvers.conjugate_gradient import ConjugateGrad
 from lightning_struct.functional.solvers.curve_fit import CurveFit, curve_fit, levenberg_marquardt
 from lightning_struct.functional.solvers.damping import ScaledDamping, next_batch_rule, reduction_ratio_rule
 from lightning_struct.functional.solvers.factored_least_squares import (
-    DampedSolver,
     FactoredLeastSquares,
     GramLeastSquares,
 )
@@ -68,7 +67,7 @@ from lightning_struct.functional.structured.transforms import (
 from lightning_struct.functional.structured.tridiagonal import tridiagonal_matmul, tridiagonal_to_dense
 
 __all__ = [
-    "BinaryCrossEntropy", "ConjugateGradientResult", "CrossEntropy", "CurveFit", "DampedSolver", "DenseJacobian",
+    "BinaryCrossEntropy", "ConjugateGradientResult", "CrossEntropy", "CurveFit", "DenseJacobian",
     "DenseOperator", "Derivatives", "DiagonalOperator", "DisplacementOperator", "FactoredLeastSquares",
     "GaussNewtonLoss", "GradientNormRecorder", "GramLeastSquares", "Jacobian", "LayerCall", "LeastSquares",
     "LeastSquaresResult", "LineSearchResult", "Linearization", "Matrix", "ParameterNorms", "PreparedMatrix",

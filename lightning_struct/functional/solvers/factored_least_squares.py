@@ -10,7 +10,6 @@ factor divided out, has nearly the digits of a QR.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,16 +19,6 @@ from lightning_struct.functional.randomness import normal_numbers
 from lightning_struct.functional.residuals.jacobians import DenseJacobian, Jacobian, lower_gram
 
 _POWER_ITERATIONS = 8
-
-
-class DampedSolver(Protocol):
-    """A solver of min ‖J d - b‖² + λ²‖d‖² for one J (N, P): a :class:`FactoredLeastSquares` is one."""
-
-    def product(self, d: Tensor) -> Tensor:
-        """J d, (N,)."""
-
-    def solve(self, b: Tensor, damping: float) -> Tensor:
-        """The solution d, (P,), for a right-hand side b (N,) and λ."""
 
 
 class _AllDampings(ABC):

@@ -118,7 +118,7 @@ class LevenbergMarquardt(Damping):
         maximum: upper bound on λ. 1e9 (the paper has no bound); chosen: 1,000 λ₁.
         center: ``"start"``: λ²‖d - d0‖² (Algorithm 6); ``"origin"``: λ²‖d‖² (equation (18)).
         upper: ρ above which λ falls.
-        acceleration: with residuals, correct each step for their curvature, with the Jacobian as it is.
+        acceleration: with residuals, whether each step is corrected for their curvature.
 
     Raises:
         ValueError: a field of another type or out of range.

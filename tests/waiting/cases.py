@@ -132,22 +132,17 @@ def shf_steps(name: str) -> list[dict[str, Any]]:
 
 
 def rls_steps(build: Callable[[], nn.Module], inputs: Tensor) -> list[dict[str, Any]]:
-    """Steps of RLS; exact ones of a single linear layer."""
+    """Steps of RLS."""
     torch.manual_seed(0)
     found = []
     with StandInDevice() as device:
         module = device.move(build())
-        is_exact = isinstance(module, nn.Linear)
-        optimizer = RLS.exact(module) if is_exact else RLS(module, auxiliary=partial(torch.optim.SGD, lr=1e-2))
+        optimizer = RLS(module, auxiliary=partial(torch.optim.SGD, lr=1e-2))
         x, y = device.tensor(inputs), device.tensor(labels(len(inputs)))
         for _ in range(_STEPS):
             device.reset()
             optimizer.zero_grad()
-            outputs = module(x)
-            if is_exact:
-                (0.5 * (outputs - F.one_hot(y, 3)).square().sum(1)).mean().backward()
-            else:
-                F.cross_entropy(outputs, y).backward()
+            F.cross_entropy(module(x), y).backward()
             optimizer.step()
             found.append({"waits": device.total, "places": device.places})
     return found
@@ -251,7 +246,6 @@ def steps() -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {f"SHF {name}": shf_steps(name) for name in SHF_CASES}
     found["RLS"] = rls_steps(mlp, numbers(32, 4))
     found["RLS of convolutions"] = rls_steps(cnn, numbers(16, 1, 6, 6))
-    found["RLS.exact"] = rls_steps(lambda: nn.Linear(4, 3), numbers(32, 4))
     found |= {f"layer {name}": layer_steps(name) for name in LAYERS}
     found["norms"] = norm_steps()
     found |= {f"GrowingBatchSize by {kind}": growing_steps(kind) for kind in ("layers", "parts")}

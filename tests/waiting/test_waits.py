@@ -12,7 +12,6 @@ _ALLOWED = {
     "SHF exact residuals": lambda step: 10,  # four, and one or two for each damping that is tried
     "SHF residuals by lsmr": lambda step: step["iterations"] + 10,
     "SHF": lambda step: step["iterations"] + 4,
-    "RLS.exact": lambda step: 3,  # whether the gradient is that of the squared error, and whether R is singular
     "RLS": lambda step: 1,
     "layer": lambda step: 0,
     "norms": lambda step: 0,

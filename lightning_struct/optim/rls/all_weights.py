@@ -52,9 +52,7 @@ def mark_as_stepped(gradient: Tensor) -> None:
     setattr(gradient, _STEPPED, gradient._version)
 
 
-def check_finite(
-    module: nn.Module, norms: StepNorms, means: Mapping[TrainedWeight, Tensor], step: int, remedy: str
-) -> None:
+def check_finite(module: nn.Module, norms: StepNorms, means: Mapping[TrainedWeight, Tensor], step: int) -> None:
     """Raise if gradients or inputs of the step are not finite.
 
     Args:
@@ -62,7 +60,6 @@ def check_finite(
         norms: of the step.
         means: of :func:`mean_inputs`.
         step: the number of the step, from 1 on.
-        remedy: end of the message.
 
     Raises:
         NotFinite: NaN or infinity in gradients or x̄; the message names the step and the weights.
@@ -74,7 +71,8 @@ def check_finite(
     wrong += [f"the inputs of {weight.name}" for weight, mean in means.items() if not mean.isfinite().all()]
     raise NotFinite(
         f"RLS step {step}: NaN or infinity in {', '.join(wrong) or 'the norm of the gradients'};"
-        f" no weight and no P was changed. Look at the loss and the data of this batch{remedy}"
+        " no weight and no P was changed. Look at the loss and the data of this batch; lower lr, and if max_gain is "
+        "None set max_grad_norm"
     )
 
 

@@ -16,9 +16,7 @@ from lightning_struct.functional.layers.kinds import Matrix
 from lightning_struct.functional.layers.per_sample.inner_calls import RecordedCalls, rows_used
 from lightning_struct.functional.layers.registry import (
     base_call,
-    excluded_modules,
     hidden_layers,
-    is_affine,
     kind_of,
     plain_named_modules,
 )
@@ -203,35 +201,3 @@ def layers_to_train(module: nn.Module, excluded: set[nn.Module]) -> dict[nn.Modu
         if kind is not None and reader is not None and layer not in left_out:
             layers[layer] = TrainedLayer(name, reader, kind.matrices(layer), {})
     return layers
-
-
-def modules_beside(module: nn.Module, layer: nn.Module) -> list[nn.Module]:
-    """All modules of ``module`` but the layer and those that contain it."""
-    by_name = dict(module.named_modules(remove_duplicate=False))
-    parts_of_names = [name.split(".") for name, found in by_name.items() if found is layer]
-    names = {".".join(parts[:i]) for parts in parts_of_names for i in range(len(parts) + 1)}
-    containing = {by_name[name] for name in names}
-    return [found for found in module.modules() if found not in containing]
-
-
-def linear_layer(module: nn.Module, layer: str | nn.Module | None) -> nn.Module:
-    """The linear layer that is named or given; with None the only layer of a module that RLS could train.
-
-    Raises:
-        ValueError: it is none that RLS trains; or there are none, or several, to choose from.
-    """
-    layers = {trained.name: layer for layer, trained in layers_to_train(module, set()).items()}
-    if layer is not None:
-        (chosen, *below) = excluded_modules(module, [layer], "layer")
-        if below or chosen not in layers.values() or not is_affine(chosen):
-            raise ValueError(f"layer has {layer!r}, which is no linear layer that RLS trains")
-        return chosen
-    linear = [known for known in layers.values() if is_affine(known)]
-    if not linear:
-        raise ValueError(f"RLS.exact trains one linear layer, and {type(module).__name__} has none")
-    if len(layers) > 1:
-        raise ValueError(
-            f"RLS.exact trains one linear layer, and {type(module).__name__} has the layers {', '.join(layers)}: name "
-            "the one whose outputs are compared with the targets, layer='head' or the like"
-        )
-    return linear[0]

@@ -31,11 +31,10 @@ from lightning_struct.optim.rls.all_weights import (
 )
 from lightning_struct.optim.rls.gain_limit import SINGLE
 from lightning_struct.optim.rls.groups import AuxiliaryFactory, OptimizerWithAuxiliary, is_own
-from lightning_struct.optim.rls.layers import layers_to_train, linear_layer, modules_beside
+from lightning_struct.optim.rls.layers import layers_to_train
 from lightning_struct.optim.rls.recorder import InputRecorder, without_autocast
 from lightning_struct.optim.rls.settings import (
     LARGEST_FULL,
-    ExactP,
     FormName,
     LowRankP,
     Settings,
@@ -44,9 +43,6 @@ from lightning_struct.optim.rls.settings import (
 from lightning_struct.optim.rls.weights import StepBounds, TrainedWeight
 
 _log = logging.getLogger(__name__)
-_ROWS_OF_PROCESSES = (
-    "RLS.exact reads every row in one process, and there are several: train in one, or call nn.RecursiveLinear.update"
-)
 
 
 class RLS(OptimizerWithAuxiliary):
@@ -162,60 +158,6 @@ class RLS(OptimizerWithAuxiliary):
             )
         _log.info(text)
 
-    @classmethod
-    def exact(
-        cls,
-        module: nn.Module,
-        layer: str | nn.Module | None = None,
-        *,
-        forgetting: float = 1.0,
-        regularization: float = 1.0,
-        auxiliary: AuxiliaryFactory | None = None,
-    ) -> RLS:
-        """Exact recursive least squares for one linear layer: each step ends at the minimum over all data so far.
-
-        The loss must be ½‖outputs - targets‖², averaged over a batch of any size (and summed over calls, if the layer
-        is called several times before one backward pass): the targets are read from its gradients. The outputs of the
-        layer are Θx, with x the input and a one for the bias. Then the weights after batches 1 to s are, to rounding::
-
-            argmin_Θ  Σᵢ λˢ⁻ⁱ Σ_{x, y in batch i} ‖Θx - y‖² + δ λˢ ‖Θ - Θ₀‖²
-
-        The recursion is that of :class:`~lightning_struct.nn.RecursiveLinear`, which needs no loss and no optimizer; it
-        is in float64 whatever the dtype of the layer.
-
-        Args:
-            module: the layer, or a network that contains it.
-            layer: the layer, or its name; None: the only layer below ``module`` that RLS could train.
-            forgetting: λ in (0, 1], per step. About 1/(1 - λ) steps are remembered.
-            regularization: δ > 0.
-            auxiliary: function that makes the optimizer of all other parameters from a list of them. With λ < 1 the
-                layer follows features that change.
-
-        Raises:
-            ValueError: there is no linear layer, or there are several and ``layer`` is None; several processes; as for
-                :class:`RLS`.
-            TypeError: ``module`` is not a module.
-
-        Example:
-            >>> import torch
-            >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
-            >>> _ = torch.nn.init.zeros_(layer.weight)
-            >>> optimizer = RLS.exact(layer, regularization=1e-3)
-            >>> weight = torch.tensor([[3.0], [-1.0]], dtype=torch.float64)
-            >>> for x in torch.randn(50, 1, 2, dtype=torch.float64):
-            ...     optimizer.zero_grad()
-            ...     (0.5 * (layer(x) - x @ weight).square().sum()).backward()
-            ...     optimizer.step()
-            >>> torch.allclose(layer.weight, torch.tensor([[3.0, -1.0]], dtype=torch.float64), atol=1e-3)
-            True
-        """
-        check_module(module, "RLS", "whose layers it watches")
-        form: Any = ExactP(regularization)
-        if world_size() > 1:
-            raise ValueError(_ROWS_OF_PROCESSES)
-        beside = modules_beside(module, linear_layer(module, layer))
-        return cls(module, forgetting=forgetting, form=form, exclude=beside, auxiliary=auxiliary, max_gain=None)
-
     def summary(self) -> str:
         """Table of the trained weights, with the form and size of P and the memory that it takes."""
         rows = [("weight", "form", "P", "memory")]
@@ -280,10 +222,7 @@ class RLS(OptimizerWithAuxiliary):
         group_of = self._share_groups()
         for group in group_of.values():
             check_decay(group["lr"], group["weight_decay"])  # schedulers may have raised the rate since
-        is_exact = isinstance(self.settings.form, ExactP)
         if world_size() > 1:
-            if is_exact:
-                raise ValueError(_ROWS_OF_PROCESSES)
             reduce_statistics(self._weights)
         states = self.state.get("rls", {})  # type: ignore[call-overload]
         number = 1 + max((state["steps"] for state in states.values()), default=0)
@@ -291,8 +230,7 @@ class RLS(OptimizerWithAuxiliary):
         if not means:
             self._check_parameters()
         norms = step_norms(_parameters(self.param_groups), means)
-        remedy = "" if is_exact else "; lower lr, and if max_gain is None set max_grad_norm"
-        check_finite(self.module, norms, means, number, remedy)
+        check_finite(self.module, norms, means, number)
         if number == 1:
             hidden = hidden_parameters(self.module).items()
             warn_of_hidden([name for name, parameter in hidden if parameter.grad is not None], "RLS")

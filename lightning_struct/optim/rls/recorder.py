@@ -15,9 +15,8 @@ from lightning_struct.functional.layers.kinds import Matrix
 from lightning_struct.functional.torch_tools import current_backward, is_functorch_wrapped_tensor
 from lightning_struct.optim.requirements import LOWER_PRECISION
 from lightning_struct.optim.rls.all_weights import check_inverses_fit
-from lightning_struct.optim.rls.exact import ExactWeight
 from lightning_struct.optim.rls.layers import TrainedLayer
-from lightning_struct.optim.rls.settings import ExactP, Settings
+from lightning_struct.optim.rls.settings import Settings
 from lightning_struct.optim.rls.statistics import Arrival
 from lightning_struct.optim.rls.weights import Bias, TrainedWeight
 
@@ -80,8 +79,9 @@ class InputRecorder:
             )
         groups, transposed = matrix.groups, matrix.transposed
         if parameter not in self._of_parameter:
-            kind = ExactWeight if isinstance(self._settings.form, ExactP) else TrainedWeight
-            self._of_parameter[parameter] = kind(name, parameter, self._settings, groups=groups, transposed=transposed)
+            self._of_parameter[parameter] = TrainedWeight(
+                name, parameter, self._settings, groups=groups, transposed=transposed
+            )
         weight = self._of_parameter[parameter]
         if (weight.groups, weight.transposed) != (groups, transposed):
             raise ValueError(

@@ -49,27 +49,13 @@ class LowRankP:
             raise ValueError(f"rank must be an integer >= 1, got {self.rank!r}")
 
 
-@dataclass(frozen=True)
-class ExactP:
-    """The triangular factor of P⁻¹ that ``RLS.exact`` keeps.
-
-    Args:
-        regularization: δ > 0.
-    """
-
-    regularization: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_number("regularization", self.regularization)
-
-
-Form: TypeAlias = FormName | LowRankP | ExactP
+Form: TypeAlias = FormName | LowRankP
 
 _POSITIVE: tuple[str, Callable[[Any], bool]] = "> 0", lambda value: value > 0
 _NOT_NEGATIVE: tuple[str, Callable[[Any], bool]] = ">= 0", lambda value: value >= 0
 # The range of each number, in words and as a predicate.
 _RANGES = {
-    **dict.fromkeys(("ratio", "gradient_scale", "max_grad_norm", "max_gain", "regularization"), _POSITIVE),
+    **dict.fromkeys(("ratio", "gradient_scale", "max_grad_norm", "max_gain"), _POSITIVE),
     **dict.fromkeys(("l1", "weight_decay", "lr"), _NOT_NEGATIVE),
     "forgetting": ("in (0, 1]", lambda value: 0 < value <= 1),
     "momentum": ("in [0, 1)", lambda value: 0 <= value < 1),
@@ -113,7 +99,7 @@ class Settings:
         """
         by_size: FormName = "low_rank" if features > LARGEST_FULL and self.forgetting == 1 else "full"
         form = by_size if self.form is None else self.form
-        if not (isinstance(form, LowRankP | ExactP) or form in get_args(FormName)):
+        if not (isinstance(form, LowRankP) or form in get_args(FormName)):
             raise ValueError(f"form must be 'full', 'low_rank', 'rank1', LowRankP(...) or None, got {form!r}")
         if form == "low_rank":
             form = LowRankP()

@@ -715,11 +715,3 @@ def test_parameters_that_nobody_trains_are_named_once():
             warnings.simplefilter("always")
             optimizer.step()
         assert [str(w.message).partition(":")[0] for w in caught] == ["RLS does not train scales[0]"] * (step == 0)
-
-
-def test_the_error_of_exact_recursion_names_no_setting_that_it_has_not():
-    layer = nn.Linear(3, 2)
-    optimizer = RLS.exact(layer)
-    layer(torch.full((2, 3), math.nan)).square().sum().backward()
-    with pytest.raises(ValueError, match="Look at the loss and the data of this batch$"):
-        optimizer.step()

@@ -122,11 +122,6 @@ RECIPES: Mapping[str, Recipe] = {
         "autoencoder 256-400-200-100-50-25 of USPS", "USPS, downloaded", "USPSDataModule", 256
     ),
     "mnist_fnn": _classifier("fully connected classifier 784-512-10 of MNIST", "MNIST, downloaded", "MNISTDataModule"),
-    "continual_digits": Recipe(
-        "last layer in closed form, on the digits of MNIST in five phases", NO_PAPER, "", "MNIST, downloaded",
-        "ContinualClassifier", "MNISTDataModule", CLASSIFIER, "recursive",
-        _quick(6, train=2000, val=500, test=500, batch=100) + ("--model.width=500",),
-    ),
     "cifar_cnn": _classifier(
         "mini VGG, five convolutions, on CIFAR-10", "CIFAR-10, downloaded", "CIFAR10DataModule",
         "--model.network.channels=8", "--model.network.hidden=64",

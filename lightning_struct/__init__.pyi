@@ -1,7 +1,6 @@
 """The public names, for type checkers, and for ``__init__.py``, which imports each when it is first used."""
 
 from lightning_struct.callbacks import AdapterCheckpoint as AdapterCheckpoint
-from lightning_struct.callbacks import Compression as Compression
 from lightning_struct.callbacks import GradientStatistics as GradientStatistics
 from lightning_struct.callbacks import GrowingBatchSize as GrowingBatchSize
 from lightning_struct.callbacks import LevenbergMarquardtDamping as LevenbergMarquardtDamping

@@ -1,7 +1,6 @@
 """Callbacks for any Trainer."""
 
 from lightning_struct.callbacks.adapters import AdapterCheckpoint
-from lightning_struct.callbacks.compression import Compression
 from lightning_struct.callbacks.damping import LevenbergMarquardtDamping
 from lightning_struct.callbacks.growing_batch_size import (
     GradientStatistics,
@@ -18,7 +17,6 @@ from lightning_struct.callbacks.validation_merit import ValidationMeritStopping
 
 __all__ = [
     "AdapterCheckpoint",
-    "Compression",
     "GradientStatistics",
     "GrowingBatchSize",
     "LevenbergMarquardtDamping",

@@ -1,20 +1,16 @@
 """Checkpoints of a model with adapters, without the frozen weights."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_struct.callbacks.compression import Compression
 from lightning_struct.callbacks.validation_merit import BEST_WEIGHTS
 from lightning_struct.functional.layers.registry import plain_name
 from lightning_struct.nn.adapter_files import IN_CHECKPOINTS, check_base, description_of, names_in_folder, norms_of
 from lightning_struct.nn.adapters import frozen_parameter_names, has_adapters
-from lightning_struct.nn.attention import StructuredAttention
-from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.checkpoint_hooks import CheckpointHook, add_checkpoint_hooks, remove_checkpoint_hooks
 from lightning_struct.utilities.distributed import refuse_sharded_weights
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
@@ -35,9 +31,6 @@ class AdapterCheckpoint(Callback):
     The norms of the left-out weights are kept, so another base is an error. The best weights that a
     :class:`~lightning_struct.callbacks.ValidationMeritStopping` keeps are without the base, too.
 
-    With :class:`~lightning_struct.callbacks.Compression` in the same Trainer, before or after it, a checkpoint has all
-    of the structured layers, frozen or not, because the base does not have them.
-
     A checkpoint also has the description that :func:`~lightning_struct.nn.save_adapters` writes. Outside a Trainer
     ``load_adapters(base, path)`` adds the adapters to the base: the module without adapters, or the network in it.
     ``load_from_checkpoint(path, strict=False)`` loads them into a module that has adapters from its ``__init__``.
@@ -55,13 +48,15 @@ class AdapterCheckpoint(Callback):
         >>> trainer = Trainer(callbacks=[AdapterCheckpoint()], logger=False, accelerator="cpu")
     """
 
-    _runs = False  # between setup and teardown, when the hooks of the module do it
+    def __init__(self) -> None:
+        self._additions: list[_Addition] = []  # between setup and teardown
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         refuse_sharded_weights(trainer, "AdapterCheckpoint")
-        leave_out = partial(_leave_out_base, is_compressed=_compresses(trainer))
-        add_checkpoint_hooks(pl_module, "AdapterCheckpoint", save=leave_out, load=_fill_in_base)
-        self._runs = True
+        self._additions = [
+            _Addition(pl_module, "on_save_checkpoint", _leave_out_base),
+            _Addition(pl_module, "on_load_checkpoint", _fill_in_base),
+        ]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not has_adapters(pl_module):
@@ -70,47 +65,57 @@ class AdapterCheckpoint(Callback):
             )
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        leave_out = partial(_leave_out_base, is_compressed=_compresses(trainer))  # also after the end of a run
-        leave_out(pl_module, checkpoint)
-        if not self._runs:
-            _call_once_after(pl_module, leave_out)  # a callback after this one may put an average of the weights in
+        _leave_out_base(pl_module, checkpoint)
+        if (
+            not self._additions
+        ):  # after the end of a run, a callback after this one may put an average of the weights in
+            _Addition(pl_module, "on_save_checkpoint", _leave_out_base, once=True)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._runs = False
-        remove_checkpoint_hooks(pl_module, "AdapterCheckpoint")
+        while self._additions:
+            self._additions.pop().remove()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "")  # which Lightning does not call then
 
 
-def _compresses(trainer: Any) -> bool:
-    return any(isinstance(callback, Compression) for callback in trainer.callbacks)
+class _Addition:
+    """Stands in for a checkpoint hook of a module, and calls another after it. It goes with copies of the module.
 
+    Lightning calls those of the module after those of callbacks.
 
-def _call_once_after(pl_module: Any, hook: CheckpointHook) -> None:
-    """Call a hook once, after the module's ``on_save_checkpoint``, which Lightning calls after those of callbacks."""
-    name = "on_save_checkpoint"
-    before = {name: vars(pl_module)[name]} if name in vars(pl_module) else {}
-
-    def once(checkpoint: dict[str, Any]) -> None:
-        del vars(pl_module)[name]
-        vars(pl_module).update(before)
-        pl_module.on_save_checkpoint(checkpoint)
-        hook(pl_module, checkpoint)
-
-    vars(pl_module)[name] = once
-
-
-def _leave_out_base(pl_module: Any, checkpoint: dict[str, Any], is_compressed: bool) -> None:
-    """Take the frozen weights out of a checkpoint, and keep their norms.
-
-    Compressed layers stay in: the module that loads the checkpoint has them from there alone.
+    Args:
+        pl_module: the module.
+        name: of its hook, a method of its class or an attribute of its own.
+        added: called as ``added(module, checkpoint)`` after it.
+        once: whether it takes itself away when it is called.
     """
+
+    def __init__(self, pl_module: Any, name: str, added: Callable[[Any, dict[str, Any]], None], once: bool = False):
+        self.pl_module, self.name, self.added, self.once = pl_module, name, added, once
+        self.own = vars(pl_module).get(name)
+        vars(pl_module)[name] = self
+
+    def __call__(self, checkpoint: dict[str, Any]) -> None:
+        if self.once:
+            self.remove()
+        if self.own is None:
+            getattr(type(self.pl_module), self.name)(self.pl_module, checkpoint)
+        else:
+            self.own(checkpoint)
+        self.added(self.pl_module, checkpoint)
+
+    def remove(self) -> None:
+        del vars(self.pl_module)[self.name]
+        if self.own is not None:
+            vars(self.pl_module)[self.name] = self.own
+
+
+def _leave_out_base(pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    """Take the frozen weights out of a checkpoint, and keep their norms."""
     if not has_adapters(pl_module):
         return
     frozen = frozen_parameter_names(pl_module)
-    if is_compressed:
-        frozen -= _names_in_structured_layers(pl_module)
     for state in _states_with_weights(checkpoint):
         best, now = state[BEST_WEIGHTS], checkpoint.get("state_dict", {})
         same = {n for n in best.keys() & now.keys() if plain_name(n) in frozen and torch.equal(best[n], now[n].cpu())}
@@ -122,15 +127,6 @@ def _leave_out_base(pl_module: Any, checkpoint: dict[str, Any], is_compressed: b
         left_out = {plain_name(name): value for name, value in weights.items() if plain_name(name) in frozen}
         described["base_norms"].update(norms_of(left_out))
         checkpoint[key] = {name: value for name, value in weights.items() if plain_name(name) not in frozen}
-
-
-def _names_in_structured_layers(model: nn.Module) -> set[str]:
-    return {
-        plain_name(f"{layer}.{name}")
-        for layer, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, StructuredLinear | StructuredAttention)
-        for name, _ in module.named_parameters(remove_duplicate=False)
-    }
 
 
 def _fill_in_base(pl_module: Any, checkpoint: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.callbacks import pictures
-from lightning_struct.callbacks.compression import Compression
 from lightning_struct.functional.structured.subdiagonal import SUBDIAGONAL_METHODS
 from lightning_struct.nn import LDRSubdiagonal, StructuredLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
@@ -43,9 +42,8 @@ class OperatorMonitor(Callback):
 
     When ``fit`` ends, or is interrupted by Ctrl-C or SIGTERM, ``operators_hidden.png`` is written to the log directory
     for every structured layer of at most 4096 x 4096 entries (by the first process, and not under ``fast_dev_run``).
-    Put it after a callback that changes the weights at the end of ``fit``. Layers that come into the module during the
-    fit, as by :class:`~lightning_struct.callbacks.Compression`, are logged and drawn, too. matplotlib is needed, from
-    the start: ``pip install matplotlib``.
+    Put it after a callback that changes the weights at the end of ``fit``. matplotlib is needed, from the start:
+    ``pip install matplotlib``.
 
     Args:
         every_n_steps: training steps between two records. The Trainer writes to the logger every
@@ -60,8 +58,8 @@ class OperatorMonitor(Callback):
 
     Raises:
         MisconfigurationException: if an argument is out of range; at the start of fit, if the module has no
-            structured layer and no ``Compression`` makes some, none that learns operators reads images of
-            ``image_size``, the strategy shards the weights, or matplotlib is missing.
+            structured layer, none that learns operators reads images of ``image_size``, the strategy shards the
+            weights, or matplotlib is missing.
 
     Example:
         >>> from lightning import Trainer
@@ -120,13 +118,12 @@ class OperatorMonitor(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         refuse_sharded_weights(trainer, "OperatorMonitor")
         self._find_layers(pl_module)  # configure_model may have made layers since
-        compressed = any(isinstance(callback, Compression) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-        if not self.layers and not compressed:
+        if not self.layers:
             raise MisconfigurationException(
                 f"OperatorMonitor watches structured layers, but {type(pl_module).__name__} has none: put some into "
                 "it, for example by replace_linear, or leave out this callback."
             )
-        if self.image_size is not None and not compressed:
+        if self.image_size is not None:
             self._check_image_size()
         self._directory = pictures.directory_to_write(trainer)
 
@@ -137,7 +134,6 @@ class OperatorMonitor(Callback):
         step = trainer.global_step
         if step != self._last_step and step % self.every_n_steps == 0:
             self._last_step = step
-            self._find_layers(pl_module)  # some may be new, as by Compression
             for name, layer in self.layers.items():
                 records = operator_records(layer)
                 pl_module.log_dict({f"operators/{name}/{key}": value for key, value in records.items()})

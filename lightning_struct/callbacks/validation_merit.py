@@ -86,17 +86,14 @@ class ValidationMeritStopping(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._forget()
+        self.best_value: float | None = None
+        self.best_step = self.wait = 0
+        self._best_weights: dict[str, Any] | None = None
         self._validated_weights: dict[str, Any] | None = None
         self._validation = DueValidation()
         self._monitored = MonitoredValue(self.monitor, "ValidationMeritStopping")
         self._run = Run()
         self._has_announced = False
-
-    def _forget(self) -> None:
-        self.best_value: float | None = None
-        self.best_step = self.wait = 0
-        self._best_weights: dict[str, Any] | None = None
 
     @property
     def state_key(self) -> str:
@@ -109,11 +106,6 @@ class ValidationMeritStopping(Callback):
             return True
         gain = self.best_value - value if self.mode == "min" else value - self.best_value
         return gain > self.min_delta
-
-    def begin_anew(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget the best so far if the module has changed; give present optimizers the merit."""
-        self._forget()
-        self._give_merit(trainer, pl_module)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":

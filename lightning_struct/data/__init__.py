@@ -1,6 +1,5 @@
 """Data sets as LightningDataModules, samplers whose batches change size, differential equations with their points."""
 
-from lightning_struct.data.characters import CharactersDataModule
 from lightning_struct.data.cifar import CIFAR10DataModule
 from lightning_struct.data.curves import CurvesDataModule
 from lightning_struct.data.digits import MNISTDataModule, USPSDataModule
@@ -14,7 +13,7 @@ from lightning_struct.data.sampling import DrawLoader, IndependentDraws, keep_ba
 from lightning_struct.data.text_corpus import TextCorpusDataModule
 
 __all__ = [
-    "AllenCahn", "BatchedTensorDataset", "Box", "Burgers", "CIFAR10DataModule", "CharactersDataModule", "Convection",
+    "AllenCahn", "BatchedTensorDataset", "Box", "Burgers", "CIFAR10DataModule", "Convection",
     "CurvesDataModule", "DifferentialEquation", "DrawLoader", "Faces", "Heat", "IMDBDataModule", "InMemoryDataModule",
     "IndependentDraws", "KortewegDeVries", "MNISTDataModule", "MNISTVariantDataModule", "PointDraws",
     "PointsDataModule", "Poisson", "Region", "TextCorpusDataModule", "USPSDataModule", "VanDerPol", "Wave",

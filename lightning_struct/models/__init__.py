@@ -2,7 +2,6 @@
 
 from lightning_struct.models.autoencoder import Autoencoder, SHFAutoencoder
 from lightning_struct.models.classifier import Classifier, RLSClassifier, SHFClassifier, fully_connected, mini_vgg
-from lightning_struct.models.compressible import CharacterTransformer, residual_network
 from lightning_struct.models.language import LanguageModel, RecurrentNetwork
 from lightning_struct.models.pinn import IntervalNetwork, PhysicsInformedNetwork, SHFPhysicsInformedNetwork, TanhNetwork
 from lightning_struct.models.structured import (
@@ -15,8 +14,8 @@ from lightning_struct.models.structured import (
 )
 
 __all__ = [
-    "Autoencoder", "CharacterTransformer", "Classifier", "IntervalNetwork",
+    "Autoencoder", "Classifier", "IntervalNetwork",
     "LanguageModel", "PhysicsInformedNetwork", "RLSClassifier", "RecurrentNetwork", "SHFAutoencoder", "SHFClassifier",
     "SHFPhysicsInformedNetwork", "TanhNetwork", "convolution_and_layer", "fully_connected", "lenet", "mini_vgg",
-    "pruned", "residual_network", "single_hidden_layer", "structured_in_place_of_convolution", "unbiased_linear",
+    "pruned", "single_hidden_layer", "structured_in_place_of_convolution", "unbiased_linear",
 ]  # fmt: skip

@@ -147,11 +147,6 @@ RECIPES: Mapping[str, Recipe] = {
         _quick(3, train=28_000, val=2000, test=2000) + ("--data.synthetic_vocabulary=100",),
         {"data.vocabulary_size": "model.init_args.vocabulary_size"},
     ),
-    "compress_network": Recipe(
-        "small ResNet or character transformer, trained, compressed and trained on", NO_PAPER, "",
-        "CIFAR-10, downloaded, or any text file", "Classifier", "InMemoryDataModule", CLASSIFIER, "resnet",
-        _quick(15, train=80, val=40, test=40, batch=40) + ("--trainer.max_time=null",),
-    ),
     "poisson_pinn": _equation("2-64-1 for Poisson's", PINN_PAPER, "section 4"),
     "heat_pinn": _equation("2-64-1 for the heat", PINN_PAPER, "section 4"),
     "burgers_pinn": _equation(

@@ -40,44 +40,29 @@ def validation_loaders(trainer: L.Trainer) -> list[Any]:
     return [] if combined is None else list(combined.flattened)
 
 
-def training_batches(trainer: L.Trainer) -> tuple[list[Any], Iterable[Any]]:
-    """The training loaders of a fit, and the batches of an epoch as ``training_step`` gets them, once more.
-
-    The batches of a single loader are that loader itself.
-    """
-    combined = trainer.fit_loop._combined_loader
-    assert combined is not None
-    again = type(combined)(combined.iterables, combined._mode)
-    if again.iterables is again.flattened[0]:
-        return again.flattened, again.iterables
-    return again.flattened, (batch for batch, *_ in again)
-
-
 def cycles(trainer: L.Trainer) -> bool:
     """Whether a training loader that is at its end begins again, until the longest is at its end."""
     combined = trainer.fit_loop._combined_loader  # None if another loader could not be prepared
     return combined is not None and combined._mode == "max_size_cycle"
 
 
-def prepare_batch(trainer: L.Trainer, batch: Any, validation_loader: int | None) -> Any:
-    """Batch of a loader as the steps get it: through the transfer hooks, in the precision of inputs.
+def prepare_batch(trainer: L.Trainer, batch: Any, validation_loader: int) -> Any:
+    """Batch of validation as the steps get it: through the transfer hooks, in the precision of inputs.
 
     It is on the device of the module, which after the training, in ``on_fit_end``, is the CPU.
 
     Args:
         trainer: in fit.
         batch: as the loader gives it.
-        validation_loader: number of the loader among those of validation, whose batches the hooks may treat otherwise;
-            None for a training loader.
+        validation_loader: number of the loader among those of validation.
     """
-    stage, number = trainer.state.stage, validation_loader or 0
-    if validation_loader is not None:
-        trainer.validating = True
+    stage = trainer.state.stage
+    trainer.validating = True
     try:
         batch = trainer.precision_plugin.convert_input(batch)
         module = trainer.lightning_module
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=number)
-        return trainer.strategy.batch_to_device(batch, module.device, number)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=validation_loader)
+        return trainer.strategy.batch_to_device(batch, module.device, validation_loader)
     finally:
         trainer.state.stage = stage
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_struct.callbacks import Compression, OperatorMonitor
+from lightning_struct.callbacks import OperatorMonitor
 from lightning_struct.callbacks.operator_monitor import plot_layer
 from lightning_struct.nn import LDRSubdiagonal, LDRTridiagonal, LowRank
 from tests.mixins.helpers import make_trainer
@@ -169,15 +169,6 @@ def test_layer_without_learned_operators_shows_its_matrix(tmp_path):
     monitor = OperatorMonitor(every_n_steps=1)
     assert not fit(tmp_path, LowRank(16, 12, 2), monitor).callback_metrics
     assert len(monitor.plot("hidden")[1]) == 1 and len(monitor.paths) == 1
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_layers_that_come_in_during_the_fit_are_drawn(tmp_path, order):
-    monitor = OperatorMonitor(every_n_steps=1)
-    compression = Compression(0.5, epoch=0, loss=step, include=["hidden"])
-    trainer = make_trainer(tmp_path, max_epochs=1, callbacks=[monitor, compression][::order])
-    trainer.fit(Network(nn.Linear(16, 16)), DataLoader(TensorDataset(torch.randn(8, 16)), batch_size=4))
-    assert [path.name for path in monitor.paths] == ["operators_hidden.png"]
 
 
 def test_module_without_structured_layers_is_refused(tmp_path):

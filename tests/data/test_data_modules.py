@@ -24,7 +24,6 @@ OTHERS = {
     "MNISTVariantDataModule": ((12_000, 50_000), FLAT, (784,)),
     "RectanglesDataModule": ((1_200, 50_000), FLAT, (784,)),
     "NORBDataModule": ((291_600, 58_320), FLAT, (1024,)),
-    "CharactersDataModule": ((None, None, None), {**LITTLE, "steps": 7}, (7,)),
 }
 ALL = DOWNLOADED | OTHERS
 MADE_ALIKE = ("CurvesDataModule",)  # for every seed
@@ -33,7 +32,6 @@ FILES = {  # that errors name
     "RectanglesDataModule": ("rectangles_train.amat and rectangles_test.amat of https", "--data.generate=true"),
     "NORBDataModule": ("training-01-dat.mat[.gz]", "https://cs.nyu.edu/", "--data.generate=true"),
     "TextCorpusDataModule": ("wiki.train.tokens", "wiki.test.tokens", "https", "or any text (--data.text_file)"),
-    "CharactersDataModule": ("tinyshakespeare.txt", "or any text (--data.text_file)"),
 }
 
 
@@ -107,15 +105,14 @@ def test_empty_sets_are_refused(name, part, size):
         made(name, **{part: size})
 
 
-@pytest.mark.parametrize("name", ["CharactersDataModule", "TextCorpusDataModule"])
-def test_text_files_are_looked_for_in_the_home_directory(name, tmp_path, monkeypatch):
+def test_text_files_are_looked_for_in_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(MisconfigurationException, match=f"is not in {tmp_path}, or is damaged there"):
-        made(name, text_file="~/data").setup("fit")
+        data.TextCorpusDataModule(text_file="~/data").setup("fit")
 
 
 def test_a_file_in_place_of_the_directory_is_not_said_to_be_damaged(tmp_path):
     file = tmp_path / "some.txt"
     file.touch()
     with pytest.raises(MisconfigurationException, match=f"The text is not in {file}"):
-        data.CharactersDataModule(str(file)).setup("fit")
+        data.TextCorpusDataModule(str(file)).setup("fit")

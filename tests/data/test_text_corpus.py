@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_struct.data import CharactersDataModule, TextCorpusDataModule
+from lightning_struct.data import TextCorpusDataModule
 from lightning_struct.data.text_corpus import TITLES, ColumnLoader, cut_text, number_words, synthetic_text
 
 LAYOUTS = {
@@ -127,13 +127,12 @@ def test_synthetic_texts_of_one_language_depend_on_the_seed():
     assert torch.equal(text(1), text(1)) and not torch.equal(text(1), text(2)) and len(text(1)) == 120
 
 
-@pytest.mark.parametrize("datamodule", [TextCorpusDataModule, CharactersDataModule])
 @pytest.mark.parametrize("content", [None, ""], ids=["missing", "empty"])
-def test_another_text_file_is_named_by_its_option(tmp_path, datamodule, content):
+def test_another_text_file_is_named_by_its_option(tmp_path, content):
     if content is not None:
         (tmp_path / "some.txt").write_text(content)
     with pytest.raises(MisconfigurationException, match=r"or name another file \(--data.text_file\)") as error:
-        datamodule(text_file=str(tmp_path / "some.txt")).setup("fit")
+        TextCorpusDataModule(text_file=str(tmp_path / "some.txt")).setup("fit")
     assert "data_dir" not in str(error.value) and "some.txt" in str(error.value)
     assert content is None or f"{tmp_path}/some.txt is empty" in str(error.value)
 
@@ -148,7 +147,6 @@ def test_text_of_a_few_words_is_refused_by_its_part_and_file(tmp_path, part, cou
         getattr(data, f"{part}_dataloader")()
 
 
-@pytest.mark.parametrize("datamodule", [TextCorpusDataModule, CharactersDataModule])
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
@@ -160,10 +158,10 @@ def test_text_of_a_few_words_is_refused_by_its_part_and_file(tmp_path, part, cou
     ],
     ids=["directory", "latin-1"],
 )
-def test_what_is_no_text_is_not_to_be_deleted(tmp_path, datamodule, make, problem):
+def test_what_is_no_text_is_not_to_be_deleted(tmp_path, make, problem):
     make(tmp_path / "some")
     with pytest.raises(MisconfigurationException, match=problem) as error:
-        datamodule(text_file=str(tmp_path / "some")).setup("fit")
+        TextCorpusDataModule(text_file=str(tmp_path / "some")).setup("fit")
     assert "delete" not in str(error.value)
 
 

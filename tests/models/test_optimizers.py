@@ -1,4 +1,4 @@
-"""The optimizer of a model, from what makes it of parameters; the networks that compress_network trains."""
+"""The optimizer of a model, from what makes it of parameters."""
 
 from functools import partial
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_struct.models import CharacterTransformer
 from lightning_struct.models.training import optimizer_and_scheduler
 from lightning_struct.optim import RLS
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -20,9 +19,3 @@ def test_what_takes_the_module_is_refused() -> None:
 def test_other_errors_of_an_optimizer_are_its_own() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'rate'"):
         optimizer_and_scheduler(nn.Linear(2, 2).parameters(), partial(torch.optim.Adam, rate=1.0), None)
-
-
-def test_texts_longer_than_the_network_looks_back_are_refused() -> None:
-    network = CharacterTransformer(characters=5, steps=3, width=8, heads=2, blocks=1)
-    with pytest.raises(MisconfigurationException, match="The texts have 4 characters, the network takes steps=3"):
-        network(torch.zeros(2, 4, dtype=torch.int64))

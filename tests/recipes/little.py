@@ -43,7 +43,6 @@ RESUMED = [  # one way of each family; the others are the same but for the data,
     ("imdb_lstm", "rls"),
     ("structured_image", "ldr_sd"),
     ("wikitext_lstm", "ldr_sd"),
-    ("compress_network", "resnet"),
     ("poisson_pinn", "shf"),
     ("allen_cahn_pinn", "shf"),
 ]

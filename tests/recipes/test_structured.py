@@ -1,4 +1,4 @@
-"""The recipes with structured matrices and the compression of a network, on little data."""
+"""The recipes with structured matrices, on little data."""
 
 from importlib import import_module
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_struct.models import CharacterTransformer, Classifier, LanguageModel
-from lightning_struct.nn import PrunedLinear, StructuredLinear
+from lightning_struct.models import Classifier, LanguageModel
+from lightning_struct.nn import PrunedLinear
 from tests.recipes.little import QUIET, SMALL, run
 
 
@@ -100,29 +100,6 @@ def test_language_model_is_trained_tested_and_predicts_by_its_checkpoint(capsys)
     written = torch.load(Path(predicted.trainer.log_dir) / "words.pt")["words"]
     table = predicted.datamodule.evaluation_dataloader("test").table[:-1]
     assert torch.equal(written, predicted.model.eval()(table)[0].argmax(-1))
-
-
-def test_transformer_is_compressed_trained_on_and_tested_from_its_checkpoint(caplog):
-    few = ["--data.train_size=16", "--data.val_size=8", "--data.test_size=8", "--data.batch_size=8", "--data.steps=16"]
-    with caplog.at_level("INFO"):
-        cli = run("compress_network", "fit", "--config", "transformer", *few, "--model.network.width=32")
-    whole = size(CharacterTransformer(width=32))
-    assert size(cli.model) <= 0.25 * whole
-    assert f"Compression at the beginning of epoch 3: {whole:,} parameters" in caplog.text
-    assert any(isinstance(layer, StructuredLinear) for layer in cli.model.modules())
-    best = Path(cli.trainer.checkpoint_callback.best_model_path)
-    tested = run("compress_network", "test", "--ckpt_path", str(best))
-    assert size(tested.model) == size(cli.model)
-    loaded = torch.load(best, weights_only=True)["state_dict"]
-    assert all(torch.equal(value, loaded[name]) for name, value in tested.model.state_dict().items())
-
-
-@pytest.mark.slow
-def test_resnet_is_compressed():
-    few = ["--data.train_size=16", "--data.val_size=8", "--data.test_size=8", "--data.batch_size=8"]
-    options = ["--config", "resnet_loss", "--model.network.channels=4", "--trainer.max_epochs=11"]
-    cli = run("compress_network", "fit", *few, *options)
-    assert any(isinstance(layer, StructuredLinear) for layer in cli.model.modules())
 
 
 @pytest.mark.slow

@@ -42,7 +42,6 @@ import harness
 import style
 from lightning_struct.nn import (
     STRUCTURED_CLASSES,
-    Butterfly,
     LDRSubdiagonal,
     LowRank,
     Monarch,
@@ -145,12 +144,10 @@ def classes_of(size: int) -> dict[str, StructuredLinear]:
         "Toeplitz-like, r = 2": ToeplitzLike(size, size, 2, bias=False),
         "randomized Hadamard, t = 4": RandomizedHadamard(size, size, bias=False, terms=4),
         "low rank, r = 2": LowRank(size, size, 2, bias=False),
-        "Butterfly, r = 1": Butterfly(size, size, bias=False),
         "Monarch": Monarch(size, size, bias=False),
     }
-    for name in ("Butterfly, r = 1", "Monarch"):
-        rank = layers[name].weight_parameters // (2 * size)
-        layers[f"low rank, r = {rank}"] = LowRank(size, size, rank, bias=False)
+    rank = layers["Monarch"].weight_parameters // (2 * size)
+    layers[f"low rank, r = {rank}"] = LowRank(size, size, rank, bias=False)
     return dict(sorted(layers.items(), key=lambda named: named[1].weight_parameters))
 
 

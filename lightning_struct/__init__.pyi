@@ -15,7 +15,6 @@ from lightning_struct.callbacks import ValidationRule as ValidationRule
 from lightning_struct.mixins import RLSOptimization as RLSOptimization
 from lightning_struct.mixins import SHFOptimization as SHFOptimization
 from lightning_struct.nn import BlockStructured as BlockStructured
-from lightning_struct.nn import Butterfly as Butterfly
 from lightning_struct.nn import CauchyLike as CauchyLike
 from lightning_struct.nn import Circulant as Circulant
 from lightning_struct.nn import Fastfood as Fastfood

@@ -94,7 +94,7 @@ CALLS: dict[Callable, dict[str, object]] = {
     **{
         getattr(structured, name): {"in_features": 4, "out_features": 4}
         for name in (
-            "Butterfly", "CauchyLike", "Circulant", "Fastfood", "HankelLike", "LDRSubdiagonal", "LDRTridiagonal",
+            "CauchyLike", "Circulant", "Fastfood", "HankelLike", "LDRSubdiagonal", "LDRTridiagonal",
             "LowRank", "Monarch", "RandomizedHadamard", "ToeplitzLike", "VandermondeLike",
         )
     },

@@ -21,7 +21,7 @@ from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.hadamard import Fastfood, RandomizedHadamard
 from lightning_struct.nn.layer_structure import apply_structure, freeze, layer_structure
 from lightning_struct.nn.ldr import LDRSubdiagonal, LDRTridiagonal
-from lightning_struct.nn.monarch import Butterfly, Monarch
+from lightning_struct.nn.monarch import Monarch
 from lightning_struct.nn.recurrent import StructuredLSTM
 from lightning_struct.nn.recursive import RecursiveLinear
 from lightning_struct.nn.replace import replace_linear
@@ -30,7 +30,7 @@ from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.updates import AdaptedLinear
 
 __all__ = [
-    "AdaptedLinear", "BlockStructured", "Butterfly", "CauchyLike", "ChannelLinear", "Circulant", "Fastfood",
+    "AdaptedLinear", "BlockStructured", "CauchyLike", "ChannelLinear", "Circulant", "Fastfood",
     "FrozenLinear", "HankelLike", "LDRSubdiagonal", "LDRTridiagonal", "LowRank", "Monarch", "PatchLinear",
     "PrunedLinear", "RandomizedHadamard", "RecursiveLinear", "StructuredAttention", "StructuredLSTM",
     "StructuredLinear", "ToeplitzLike", "VandermondeLike", "adapter_parameter_groups", "adapter_state_dict",
@@ -44,7 +44,7 @@ STRUCTURED_CLASSES: dict[str, type[StructuredLinear]] = {
     layer_class.__name__: layer_class
     for layer_class in (
         *(LDRSubdiagonal, LDRTridiagonal, ToeplitzLike, HankelLike, VandermondeLike, CauchyLike, LowRank),
-        *(Monarch, Butterfly, Circulant, Fastfood, RandomizedHadamard, PrunedLinear),
+        *(Monarch, Circulant, Fastfood, RandomizedHadamard, PrunedLinear),
     )
 }
 """All structured classes of this package by their names; each takes the place of ``nn.Linear`` by replace_linear."""

@@ -210,9 +210,7 @@ def freeze(model: Model, *, dense: bool = False) -> Model:
     Args:
         model: stays as it is.
         dense: keep the matrices, which take as much memory as the dense model. Otherwise the copy keeps factors, or
-            spectra, which have up to 3.5 times as many numbers as the parameters. A
-            :class:`~lightning_struct.nn.Butterfly` is kept as a Monarch matrix: with rank 1, 3.2 times as many numbers
-            at 1,024 units and 5.3 times at 4,096.
+            spectra, which have up to 3.5 times as many numbers as the parameters.
 
     Raises:
         ValueError: a parameter has NaN or infinite entries.

@@ -146,7 +146,9 @@ class StructuredLinear(PreparingLinear):
         target = weight.to(torch.float64, copy=True)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            layer = cls._made_near(target, *arguments, **options)
+            layer = cls(linear.in_features, linear.out_features, *arguments, **options).to(weight.device)
+            with torch.no_grad():
+                layer._start_near(target)
         if relative_error(layer.to_dense(), target) > 8 * torch.finfo(weight.dtype).eps:
             layer._refine(target, layer._refinement() if refine is None else refine)
         layer.to(weight.dtype)
@@ -306,15 +308,6 @@ class StructuredLinear(PreparingLinear):
     def _prepare(self, dense: bool) -> PreparedMatrix:
         """M in the form that ``_prepares_dense`` named, for products in eval mode; no gradients, finite parameters."""
         return prepare_dense(self.to_dense()) if dense else self._prepare_factors()
-
-    @classmethod
-    def _made_near(cls, weight: Tensor, *arguments: Any, **options: Any) -> Self:
-        """A layer from which the search for the member nearest to ``weight`` starts."""
-        out_features, in_features = weight.shape
-        layer = cls(in_features, out_features, *arguments, **options).to(weight.device)
-        with torch.no_grad():
-            layer._start_near(weight)
-        return layer
 
     def _start_near(self, weight: Tensor) -> None:
         """Set the parameters to the start of the search for the member nearest to ``weight``. Without gradients."""

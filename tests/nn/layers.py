@@ -20,7 +20,6 @@ _VARIANTS = {
     "hankel_like_padded": ("HankelLike", {"pad": "square"}),
     "low_rank_padded": ("LowRank", {"pad": "square"}),
     "monarch_of_rank_2": ("Monarch", {"blocks": 2, "rank": 2}),
-    "butterfly_of_rank_2": ("Butterfly", {"rank": 2, "order": "cosine"}),
 }
 
 
@@ -178,22 +177,6 @@ def _monarch(layer):
     return (torch.block_diag(*layer.L) @ torch.block_diag(*layer.R)[between])[outputs]
 
 
-def _butterfly(layer):
-    """Factor after factor, block after block, each on the numbers at a pair of coordinates."""
-    N = layer.length
-    state = layer.entries.new_zeros(N, 1, N)  # coordinate, the numbers at it, column of M
-    for place, source in enumerate(range(N) if layer.places is None else layer.places):
-        state[place, 0, source] = 1
-    for level, factor in enumerate(layer.factors):
-        after = layer.entries.new_zeros(N, factor.shape[2] // 2, N)
-        for high in range(factor.shape[0]):
-            for low in range(factor.shape[1]):
-                pair = [high * 2 ** (level + 1) + low, high * 2 ** (level + 1) + 2**level + low]
-                after[pair] = (factor[high, low] @ state[pair].flatten(0, 1)).view(2, -1, N)
-        state = after
-    return state[:, 0]
-
-
 _FORMULAS = {
     "LDRSubdiagonal": _ldr(_subdiagonal),
     "LDRTridiagonal": _ldr(_tridiagonal),
@@ -203,7 +186,6 @@ _FORMULAS = {
     "CauchyLike": lambda of: of.G @ of.H.T / (of.row_nodes[:, None] - of.column_nodes),
     "LowRank": lambda of: of.G @ of.H.T,
     "Monarch": _monarch,
-    "Butterfly": _butterfly,
     "Circulant": _circulant,
     "Fastfood": _fastfood,
     "RandomizedHadamard": _randomized_hadamard,

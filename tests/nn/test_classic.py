@@ -7,7 +7,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_struct.nn import (
-    Butterfly,
     CauchyLike,
     Circulant,
     Fastfood,
@@ -87,11 +86,11 @@ def test_circulant_and_pruned_starts_are_the_best():
     assert torch.equal(start.values.detach().abs().sort(descending=True).values, kept)
 
 
-@pytest.mark.parametrize("cls", [*GENERATED, LDRSubdiagonal, LDRTridiagonal, Fastfood, Butterfly])
+@pytest.mark.parametrize("cls", [*GENERATED, LDRSubdiagonal, LDRTridiagonal, Fastfood])
 def test_refinement_and_more_parameters_come_nearer(cls):
     torch.manual_seed(0)
     linear = nn.Linear(12, 9)
-    options = [{}] if cls in (Fastfood, Butterfly) else [{"rank": rank} for rank in (1, 4)]
+    options = [{}] if cls is Fastfood else [{"rank": rank} for rank in (1, 4)]
     errors = [cls.from_linear(linear, refine=10, **given).approximation_error for given in options]
     assert 1 > errors[0] and errors == sorted(errors, reverse=True)
     for given, error in zip(options, errors, strict=True):
@@ -219,7 +218,7 @@ def test_an_average_of_weights_leaves_the_order_of_hadamard_terms_as_it_is(decay
     torch.testing.assert_close(average_of(adapted, decay)(x), adapted(x))
 
 
-PLACED = [Fastfood, partial(PrunedLinear, parameters=500), partial(Butterfly, order="fourier")]
+PLACED = [Fastfood, partial(PrunedLinear, parameters=500)]
 
 
 @pytest.mark.parametrize("factory", PLACED)

@@ -14,7 +14,6 @@ from torch.func import functional_call
 
 from lightning_struct.functional import linearize, per_sample_gradient_norms
 from lightning_struct.nn import (
-    Butterfly,
     CauchyLike,
     Fastfood,
     LDRSubdiagonal,
@@ -274,9 +273,8 @@ def test_frozen_layer_is_as_small_as_its_parameters_or_dense(name):
     layer, x = FACTORIES[name](256, 256, bias=False), torch.randn(40, 256)
     frozen = layer.freeze()
     if frozen.state_dict().keys() != {"matrix_entries"}:
-        # The factors of a Butterfly are multiplied out to those of a Monarch matrix; randomised Hadamard transforms
-        # have signs and orders besides.
-        factor = {"butterfly": 8, "randomized": 4}.get(name.split("_")[0], 3)
+        # Randomised Hadamard transforms have signs and orders besides.
+        factor = 4 if name.startswith("randomized") else 3
         assert sum(buffer.numel() for buffer in frozen.state_dict().values()) <= factor * layer.weight_parameters
     for rows in (x, x[:1]):
         torch.testing.assert_close(frozen(rows), rows @ layer.to_dense().detach().T, rtol=1e-4, atol=1e-4)
@@ -297,7 +295,7 @@ def test_a_matrix_that_would_be_too_large_is_not_made_in_eval_mode(name, monkeyp
             torch.testing.assert_close(module(x), y, rtol=1e-3, atol=1e-4 * float(y.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["ldr_sd", "vandermonde_like", "randomized_hadamard", "butterfly"])
+@pytest.mark.parametrize("name", ["ldr_sd", "vandermonde_like", "randomized_hadamard"])
 def test_state_of_a_layer_of_another_kind_is_named_with_the_remedy(name):
     dense, layer = nn.Sequential(nn.Linear(12, 7)), nn.Sequential(make(name).eval())
     frozen = nn.Sequential(layer[0].freeze())
@@ -444,8 +442,6 @@ def test_what_has_no_nearest_member_is_named(linear, refine, error, message):
         (partial(Fastfood, 8, 8, init="ones"), "init must be one of 'variance', 'reference', but is 'ones'"),
         (partial(PrunedLinear, 8, 8, 65), r"in_features \* out_features = 64, but is 65"),
         (partial(PrunedLinear, 8, 8, 0), "parameters must be a positive integer, but is 0"),
-        (partial(Butterfly, 12, 7, rank=0), "rank must be a positive integer, but is 0"),
-        (partial(Butterfly, 12, 7, order="bits"), "order must be one of 'natural', 'fourier', 'cosine', but is 'bits'"),
         (partial(Monarch, 12, 7, blocks=8), "blocks must be at most min.* = 7, but is 8"),
         (partial(Monarch, 12, 7, blocks=0), "blocks must be a positive integer, but is 0"),
         (partial(Monarch, 12, 7, blocks=3, rank=4), "rank must be at most 3, the smaller side of a block 3 x 4, but"),

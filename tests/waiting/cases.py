@@ -99,7 +99,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     name: lambda name=name: getattr(structured, name)(16, 16)  # type: ignore[misc]
     for name in (
         *("LDRSubdiagonal", "LDRTridiagonal", "ToeplitzLike", "HankelLike", "VandermondeLike", "CauchyLike"),
-        *("LowRank", "Circulant", "Fastfood", "RandomizedHadamard", "Monarch", "Butterfly"),
+        *("LowRank", "Circulant", "Fastfood", "RandomizedHadamard", "Monarch"),
     )
 }
 LAYERS |= {

@@ -11,8 +11,7 @@ of ``--rates``. All begin with the same sparse weights for a seed. On USPS a see
 
 With ``--kronecker`` it compares SHF with Kronecker factors (``recipes/TASK_autoencoder/kronecker.yaml``) with
 
-- variants of itself: guards that measure instead of values set by hand, weak damping at the start, and the curvature of
-  whole batches (MNIST);
+- variants of itself: growth by the norm test instead of a fixed factor, and weak damping at the start;
 - Adam at constant rates and at rates that fall to a hundredth until epoch ``--adam-epochs``, SGD with momentum, L-BFGS
   and, where ``pytorch_optimizer`` is installed, SOAP (Shampoo with Adam in its eigenbasis). All have the L2 of SHF but
   L-BFGS and SOAP, which have none;
@@ -115,25 +114,13 @@ def data_arguments(task: str, options: argparse.Namespace) -> list[str]:
     return [f"--data.data_dir={Path(options.data_dir).resolve()}", f"--data.synthetic={str(options.synthetic).lower()}"]
 
 
-def guarded(config: Path, directory: Path, *, held_out: bool, norm_test: bool) -> Path:
-    """A copy of the YAML in ``directory`` whose guards measure, instead of having values set by hand.
-
-    Args:
-        config: the YAML.
-        directory: of the copy.
-        held_out: a reduction ratio on samples held out takes the place of the lower bound of λ.
-        norm_test: the norm test decides on growth, not a fixed factor.
-    """
+def by_norm_test(config: Path, directory: Path) -> Path:
+    """A copy of the YAML in ``directory`` in which the norm test decides on growth, not a fixed factor."""
     settings = yaml.safe_load(config.read_text())
     callbacks = {c["class_path"].rsplit(".", 1)[1]: c for c in settings["trainer"]["callbacks"]}
-    if held_out:
-        settings["model"]["init_args"]["optimizer"]["init_args"]["held_out"] = 0.2
-        drop = callbacks["LevenbergMarquardtDamping"]["init_args"]["drop"]
-        callbacks["LevenbergMarquardtDamping"]["init_args"] = {"drop": drop, "lower": 0.1, "upper": 0.3}
-    if norm_test:
-        largest = callbacks["GrowingBatchSize"]["init_args"]["max_batch_size"]
-        callbacks["GrowingBatchSize"]["init_args"] = {"max_batch_size": largest, "theta": 0.35}
-    file = directory / f"kronecker_{held_out}_{norm_test}.yaml"
+    largest = callbacks["GrowingBatchSize"]["init_args"]["max_batch_size"]
+    callbacks["GrowingBatchSize"]["init_args"] = {"max_batch_size": largest, "theta": 0.35}
+    file = directory / "kronecker_norm_test.yaml"
     file.write_text(yaml.safe_dump(settings))
     return file
 
@@ -155,14 +142,10 @@ def kronecker_ways(task: str, options: argparse.Namespace, output: Path) -> dict
     ways = {
         "kronecker": [f"--config={config}", *data],
         "kronecker weak-start": [f"--config={config}", *data, f"{optimizer}.init_args.damping=1.0"],
-        "kronecker held-out": [f"--config={guarded(config, output, held_out=True, norm_test=False)}", *data],
-        "kronecker norm-test": [f"--config={guarded(config, output, held_out=False, norm_test=True)}", *data],
-        "kronecker held-out norm-test": [f"--config={guarded(config, output, held_out=True, norm_test=True)}", *data],
+        "kronecker norm-test": [f"--config={by_norm_test(config, output)}", *data],
         "shf": [f"--config={configs / 'shf.yaml'}", *data],
         "hf": [f"--config={configs / 'hf.yaml'}", *data],
     }
-    if "curvature_share" in settings["solver"]["init_args"]:
-        ways["kronecker whole-curvature"] = [*ways["kronecker"], f"{optimizer}.init_args.solver.curvature_share=1.0"]
     for rate in options.rates:
         adam = [*first_order, f"{optimizer}.init_args.lr={rate}", f"{optimizer}.init_args.weight_decay={l2}"]
         ways[f"adam {rate}"] = adam

@@ -42,7 +42,7 @@ from lightning_struct.optim.shf.outputs.batch_model import BatchModel
 from lightning_struct.optim.shf.outputs.preconditioner import diagonal_scaling
 
 SIZES = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
-OURS = ("layer_rules", "linearize", "double_backward")
+OURS = ("layer_rules", "double_backward")
 WITHOUT_RULES = "double_backward without rules"
 VARIANTS = (*OURS, WITHOUT_RULES, "PyTorchHessianFree", "curvlinops")
 FEW, MANY = 2, 12

@@ -1,4 +1,4 @@
-"""Learning from a stream in one pass: exact RLS of a linear model, or of a last layer, against SGD, Adam and river.
+"""Learning from a stream in one pass: RecursiveLinear against SGD, Adam and river.
 
     OMP_NUM_THREADS=1 python benchmarks/streaming.py trump segments hyperplane [--seeds 0 1 2] [--batch 1]
     OMP_NUM_THREADS=1 python benchmarks/streaming.py table [--batch 1]
@@ -14,13 +14,12 @@ all but river one at a time. The tasks need no files; river brings the first two
 - ``hyperplane``: two classes on the sides of a plane that turns, 1,000 samples of 10 features, 5 % noise; a seed is a
   stream; wrong answers.
 
-Features are standardised by the mean and the variance so far, but for exact linear models, which read them less those
-of the first sample: their scale does not matter there. Targets of a regression are less the first one, too. Exact
-models learn classes by the squared error of one-hot targets, all others by the cross-entropy. The network has 64 hidden
-units; "head" trains its last layer by exact RLS and the other by Adam. Each way has the best of its settings in
-hindsight on the first seed: rates 3e-3 to 3e-1 in steps of about three, λ of 1, .99, .95, .9. All tasks take about a
-minute of one core. ``exactness`` compares the coefficients after each row with exact rationals, on regressions that
-statsmodels brings. The tasks need
+Features are standardised by the mean and the variance so far, but for RecursiveLinear and river's Bayesian regression,
+which read them less those of the first sample: their scale does not matter there. Targets of a regression are less the
+first one, too. RecursiveLinear learns classes by the squared error of one-hot targets, all others by the cross-entropy.
+The network has 64 hidden units. Each way has the best of its settings in hindsight on the first seed: rates 3e-3 to
+3e-1 in steps of about three, λ of 1, .99, .95, .9. All tasks take about a minute of one core. ``exactness`` compares
+the coefficients after each row with exact rationals, on regressions that statsmodels brings. The tasks need
 
     river        pip install river
     statsmodels  pip install statsmodels    exactness alone
@@ -49,7 +48,7 @@ from torch.nn import functional as F
 import harness
 import style
 from harness import Run
-from lightning_struct import RLS, RecursiveLinear
+from lightning_struct import RecursiveLinear
 
 RATES = (3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 FORGETTING = (1.0, 0.99, 0.95, 0.9)
@@ -233,15 +232,6 @@ def of_torch(model: Callable[[Stream, int], nn.Module], make: Callable[..., Any]
     return lambda data, seed, setting: Trained(model(data, seed), partial(make, setting=setting), loss)
 
 
-def exact(module: nn.Module, setting: float) -> RLS:
-    return RLS.exact(module, forgetting=setting)
-
-
-def head(module: nn.Module, setting: tuple[float, float]) -> RLS:
-    forgetting, rate = setting
-    return RLS.exact(module, "2", forgetting=forgetting, auxiliary=partial(torch.optim.Adam, lr=rate))
-
-
 def sgd(module: nn.Module, setting: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=setting)
 
@@ -256,7 +246,6 @@ def ways(task: str) -> dict[str, Way]:
         "the last target, or the most frequent class": Way(
             [None], lambda data, seed, _: LastTarget(data.outputs, data.classes > 0)
         ),
-        "RLS.exact": Way(FORGETTING, of_torch(linear, exact, squared_error), False),
         "RecursiveLinear": Way(FORGETTING, lambda data, seed, forgetting: Recursive(data, forgetting), False),
         "SGD": Way(RATES, of_torch(linear, sgd, loss)),
         "Adam": Way(RATES, of_torch(linear, adam, loss)),
@@ -264,9 +253,7 @@ def ways(task: str) -> dict[str, Way]:
     }
     if task == "hyperplane":
         return found
-    settings = [(λ, 3e-3) for λ in (1.0, 0.99, 0.95)]
     return found | {
-        "network: RLS.exact head": Way(settings, of_torch(network, head, squared_error)),
         "network: SGD": Way(RATES[:4], of_torch(network, sgd, loss)),
         "network: Adam": Way(RATES[:4], of_torch(network, adam, loss)),
     }
@@ -352,12 +339,10 @@ def blocks(features: int, rows: int = 256, outputs: int = 10) -> dict[str, Calla
 
 
 def single_rows(features: int = 10) -> dict[str, Callable[[], object]]:
-    """One row after the other: numpy's recursion of P, RecursiveLinear, and RLS.exact with its loss."""
+    """One row after the other: numpy's recursion of P, and RecursiveLinear."""
     x, y = torch.randn(100, 1, features).double(), torch.randn(100, 1, 1).double()
-    rows, answers, places = x[:, 0].numpy(), y[:, 0, 0].numpy(), {"numpy": 0, "RecursiveLinear": 0, "RLS.exact": 0}
+    rows, answers, places = x[:, 0].numpy(), y[:, 0, 0].numpy(), {"numpy": 0, "RecursiveLinear": 0}
     layer = RecursiveLinear(features, 1, bias=False, dtype=torch.float64)
-    linear = nn.Linear(features, 1, bias=False).double()
-    optimizer = RLS.exact(linear)
     P, w = np.eye(features), np.zeros(features)
 
     def turn(name: str) -> int:
@@ -376,28 +361,21 @@ def single_rows(features: int = 10) -> dict[str, Callable[[], object]]:
         i = turn("RecursiveLinear")
         layer.update(x[i], y[i])
 
-    def by_optimizer() -> None:
-        i = turn("RLS.exact")
-        optimizer.zero_grad()
-        (0.5 * (linear(x[i]) - y[i]).square().sum()).backward()
-        optimizer.step()
-
-    return {"numpy": by_numpy, "RecursiveLinear": by_layer, "RLS.exact": by_optimizer}
+    return {"numpy": by_numpy, "RecursiveLinear": by_layer}
 
 
 def print_speed() -> None:
     torch.manual_seed(0)
     print(harness.machine_line(), end="\n\n")
-    harness.print_header("a row", "reference, µs", "RecursiveLinear, µs", "ratio", "RLS.exact, µs")
+    harness.print_header("a row", "reference, µs", "RecursiveLinear, µs", "ratio")
     for features in (512, 1024, 2048):
         found = {name: 1e6 * s / 256 for name, s in seconds_of(blocks(features), 5, 1).items()}
         of_layer, other = found["RecursiveLinear"], found["Woodbury"]
         name = f"of {features:,} features, in blocks of 256; Woodbury"
-        harness.print_row(name, f"{other:.0f}", f"{of_layer:.0f}", f"{of_layer / other:.2f}", "")
+        harness.print_row(name, f"{other:.0f}", f"{of_layer:.0f}", f"{of_layer / other:.2f}")
     found = {name: 1e6 * s for name, s in seconds_of(single_rows(), 40, 50).items()}
-    of_layer, other, exact = found["RecursiveLinear"], found["numpy"], found["RLS.exact"]
-    name = "of 10 features, alone; numpy"
-    harness.print_row(name, f"{other:.1f}", f"{of_layer:.1f}", f"{of_layer / other:.1f}", f"{exact:.0f}")
+    of_layer, other = found["RecursiveLinear"], found["numpy"]
+    harness.print_row("of 10 features, alone; numpy", f"{other:.1f}", f"{of_layer:.1f}", f"{of_layer / other:.1f}")
 
 
 # --- exactness --------------------------------------------------------------------------------------------------------
@@ -482,17 +460,17 @@ def print_exactness() -> None:
 
 
 def chosen_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """By way, its best setting on the first seed; for RLS also those that are shown in any case."""
+    """By way, its best setting on the first seed; for RecursiveLinear also those that are shown in any case."""
     first = min(each["seed"] for each in runs)
     best: dict[str, Run] = {}
     for each in runs:
         if each["seed"] == first and each["error"] < best.get(each["way"], {"error": math.inf})["error"]:
             best[each["way"]] = each
-    return {way: [each["setting"], *(FIXED if way == "RLS.exact" else ())] for way, each in best.items()}
+    return {way: [each["setting"], *(FIXED if way == "RecursiveLinear" else ())] for way, each in best.items()}
 
 
 def chosen_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """By way, the runs of its best setting, one for each seed; and those of RLS that nobody chose."""
+    """By way, the runs of its best setting, one for each seed; and those of RecursiveLinear that nobody chose."""
     found = {}
     for way, settings in chosen_settings(runs).items():
         for number, setting in enumerate(settings):
@@ -513,11 +491,10 @@ def print_table(task: str, runs: Sequence[Run]) -> None:
 
 
 SHOWN = (
-    "RLS.exact, λ = 1.0",
-    "RLS.exact",
+    "RecursiveLinear, λ = 1.0",
+    "RecursiveLinear",
     "SGD",
     "Adam",
-    "network: RLS.exact head",
     "network: Adam",
     "river LinearRegression",
     "river SoftmaxRegression",

@@ -137,7 +137,7 @@ def table(train: bool, batches: list[int], options: argparse.Namespace) -> dict[
 
 
 def classes_of(size: int) -> dict[str, StructuredLinear]:
-    """Layers to compare, in three groups of about as many parameters: low rank is in each."""
+    """Layers to compare, in two groups of about as many parameters: low rank is in each."""
     torch.manual_seed(0)
     layers: dict[str, StructuredLinear] = {
         "LDR-SD, r = 1": layer_of(size, 1, 0.01),

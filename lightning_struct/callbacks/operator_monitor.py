@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,15 @@ from lightning_struct.functional.structured.subdiagonal import SUBDIAGONAL_METHO
 from lightning_struct.nn import LDRSubdiagonal, StructuredLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.checks import check_counts, require
+from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.distributed import refuse_sharded_weights
-from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 # A picture of more entries than this shows no more, and takes the memory of the dense layer.
 _LARGEST_PICTURE = 4096 * 4096
 
 
-class OperatorMonitor(Callback):
+class OperatorMonitor(pictures.PictureWriter):
     """Logs the range of learned displacement operators, and draws structured layers (Thomas et al., figure 4).
 
     For example::
@@ -58,8 +58,8 @@ class OperatorMonitor(Callback):
 
     Raises:
         MisconfigurationException: if an argument is out of range; at the start of fit, if the module has no
-            structured layer, none that learns operators reads images of ``image_size``, the strategy shards the
-            weights, or matplotlib is missing.
+            structured layer, the strategy shards the weights, matplotlib is missing, or the log directory cannot be
+            written to.
 
     Example:
         >>> from lightning import Trainer
@@ -73,11 +73,10 @@ class OperatorMonitor(Callback):
     def __init__(self, every_n_steps: int = 50, image_size: tuple[int, int] | None = None) -> None:
         check_counts(every_n_steps=every_n_steps)
         pictures.check_image_size(image_size)
+        super().__init__()
         self.every_n_steps, self.image_size = every_n_steps, image_size
         self.layers: dict[str, StructuredLinear] = {}
-        self.paths: list[Path] = []
         self._last_step = -1
-        self._directory: Path | None = None
 
     def plot(self, layer: str | StructuredLinear) -> tuple[pictures.Figure, list[pictures.Axes]]:
         """Draw the matrix of a layer as a heat map and, if it learns operators, the subdiagonal of B (figure 4).
@@ -92,27 +91,15 @@ class OperatorMonitor(Callback):
             MisconfigurationException: there is no layer of that name, ``image_size`` does not fit its inputs, or
                 matplotlib is missing.
         """
-        return plot_layer(self._layer(layer), self.image_size)
-
-    def plot_dense(self, layer: str | StructuredLinear) -> tuple[pictures.Figure, list[pictures.Axes]]:
-        """Draw the matrix of a layer alone.
-
-        Args:
-            layer: a layer, or the name of one in the module that was trained.
-
-        Returns:
-            The figure, and its axes in a list.
-
-        Raises:
-            MisconfigurationException: there is no layer of that name, or matplotlib is missing.
-        """
-        figure, (axes,) = _new_figure(1)
-        _draw_matrix(axes, self._layer(layer))
-        return figure, [axes]
+        if isinstance(layer, str):
+            if layer not in self.layers:
+                there_are = ", ".join(self.layers) or "none, before training"
+                raise MisconfigurationException(f"there is no structured layer {layer!r}; there are: {there_are}")
+            layer = self.layers[layer]
+        return plot_layer(layer, self.image_size)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            require("matplotlib", "OperatorMonitor")
+        super().setup(trainer, pl_module, stage)
         self._find_layers(pl_module)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -123,11 +110,10 @@ class OperatorMonitor(Callback):
                 f"OperatorMonitor watches structured layers, but {type(pl_module).__name__} has none: put some into "
                 "it, for example by replace_linear, or leave out this callback."
             )
-        if self.image_size is not None:
-            self._check_image_size()
-        self._directory = pictures.directory_to_write(trainer)
+        super().on_fit_start(trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._last_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
@@ -138,52 +124,15 @@ class OperatorMonitor(Callback):
                 records = operator_records(layer)
                 pl_module.log_dict({f"operators/{name}/{key}": value for key, value in records.items()})
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write(pl_module)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if pictures.is_interruption(exception):
-            self._write(pl_module)
+    def figures(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Iterable[tuple[str, pictures.Figure]]:
+        for name, layer in self.layers.items():
+            if layer.in_features * layer.out_features <= _LARGEST_PICTURE:
+                reads_images = self.image_size is not None and math.prod(self.image_size) == layer.in_features
+                yield f"operators_{name}.png", plot_layer(layer, self.image_size if reads_images else None)[0]
 
     def _find_layers(self, pl_module: L.LightningModule) -> None:
         named = pl_module.named_modules()
         self.layers = {name: module for name, module in named if isinstance(module, StructuredLinear)}
-
-    def _reads_images(self, layer: StructuredLinear) -> bool:
-        return self.image_size is not None and math.prod(self.image_size) == layer.in_features
-
-    def _check_image_size(self) -> None:
-        """Raise for images that no layer with learned operators reads; else that would be found after training."""
-        learning = [layer for layer in self.layers.values() if isinstance(layer, LearnedOperatorLinear)]
-        if learning and not any(map(self._reads_images, learning)):
-            raise MisconfigurationException(
-                f"OperatorMonitor(image_size={self.image_size}) is of images that no layer with learned operators "
-                f"reads: they have {', '.join(map(str, sorted({layer.in_features for layer in learning})))} inputs. "
-                "Give the size of the images that one reads, or leave image_size out."
-            )
-
-    def _layer(self, layer: str | StructuredLinear) -> StructuredLinear:
-        if not isinstance(layer, str):
-            return layer
-        if layer not in self.layers:
-            raise MisconfigurationException(
-                f"there is no structured layer {layer!r}; there are: "
-                f"{', '.join(self.layers) or 'none, before training'}"
-            )
-        return self.layers[layer]
-
-    def _write(self, pl_module: L.LightningModule) -> None:
-        if self._directory is None:
-            return
-        self._find_layers(pl_module)
-        self.paths = []
-        for name, layer in self.layers.items():
-            if layer.in_features * layer.out_features <= _LARGEST_PICTURE:
-                path = self._directory / f"operators_{name}.png"
-                pictures.write_picture(
-                    plot_layer(layer, self.image_size if self._reads_images(layer) else None)[0], path
-                )
-                self.paths.append(path)
 
 
 def operator_records(layer: nn.Module) -> dict[str, Tensor]:
@@ -226,22 +175,14 @@ def plot_layer(
         (4, 4)
     """
     learns = isinstance(layer, LearnedOperatorLinear)
-    figure, axes = _new_figure(1 + learns)
-    _draw_matrix(axes[0], layer)
+    figure, axes = pictures.new_figure(1 + learns, 5.5, 4.5, "A plot of structured layers")
+    with torch.no_grad():
+        matrix = layer.to_dense().float().cpu().numpy()
+    _draw_heat_map(axes[0], matrix)
+    axes[0].set(title=f"matrix of {type(layer).__name__}", xlabel="input", ylabel="output")
     if isinstance(layer, LearnedOperatorLinear):
         _draw_subdiagonal(axes[1], layer.subdiagonal_b.detach().float().cpu().numpy(), image_size)
     return figure, axes
-
-
-def _new_figure(panels: int) -> tuple[pictures.Figure, list[pictures.Axes]]:
-    return pictures.new_figure(panels, 5.5, 4.5, "A plot of structured layers")
-
-
-def _draw_matrix(axes: pictures.Axes, layer: StructuredLinear) -> None:
-    with torch.no_grad():
-        matrix = layer.to_dense().float().cpu().numpy()
-    _draw_heat_map(axes, matrix)
-    axes.set(title=f"matrix of {type(layer).__name__}", xlabel="input", ylabel="output")
 
 
 def _draw_subdiagonal(axes: pictures.Axes, subdiagonal: np.ndarray, image_size: tuple[int, int] | None) -> None:

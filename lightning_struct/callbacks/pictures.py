@@ -1,16 +1,17 @@
-"""Figures of the callbacks that draw: panels and curves, the size of an image, and the files that are written."""
+"""The base of the callbacks that draw, and parts of figures: panels, curves, and the size of an image."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_struct.callbacks.runs import Run
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check, is_count, require
-from lightning_struct.utilities.namespaces import MisconfigurationException
+from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
 if TYPE_CHECKING:  # also for the callbacks that draw
     from matplotlib.axes import Axes
@@ -65,48 +66,83 @@ def log_directory(trainer: L.Trainer) -> Path:
     return Path(trainer.log_dir or trainer.default_root_dir).expanduser()  # as loggers read it
 
 
-def directory_to_write(trainer: L.Trainer) -> Path | None:
-    """The same in the process that writes; None in the others, and under ``fast_dev_run``.
+class PictureWriter(Callback):
+    """Base of the callbacks that draw the module or the course of a fit, and write the pictures when it ends.
 
-    Ask for it at the start of fit, so that a folder that cannot be written to is found before the training.
+    They are written to the log directory by the first process, and not under ``fast_dev_run``: when ``fit`` ends, and,
+    unless all processes have to draw together, when Ctrl-C or SIGTERM interrupts it. With another Trainer or module, as
+    for the next fold of a cross-validation, the callback starts anew.
+
+    Attributes:
+        records: one dict for each record, of a callback that records something; a resumed run continues them.
+        paths: files written, empty before.
 
     Raises:
-        MisconfigurationException: files cannot be written there.
+        MisconfigurationException: at the start of fit, if matplotlib is missing or the log directory cannot be written
+            to.
     """
-    directory = log_directory(trainer)
-    if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
-        return None
-    present = next(folder for folder in (directory, *directory.absolute().parents) if os.path.exists(folder))
-    if not present.is_dir() or not os.access(present, os.W_OK):
-        problem = "may not be written to" if present.is_dir() else "is no folder"
-        raise MisconfigurationException(
-            f"Callbacks write to {directory}, but {present} {problem}: set Trainer(default_root_dir=...), or the logger"
-        )
-    return directory
 
+    draws_together = False
+    """Whether all processes have to draw, as for a forward pass of sharded weights."""
 
-def write_picture(figure: Figure, path: Path) -> None:
-    """Write a figure to a file, whose folder need not be there yet."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    def __init__(self) -> None:
+        self._begin()
 
+    def _begin(self) -> None:
+        """Begin with nothing recorded."""
+        self._run = Run()
+        self.records: list[dict[str, float]] = []
+        self.paths: list[Path] = []
+        self._directory: Path | None = None
 
-def is_interruption(exception: BaseException) -> bool:
-    """Whether Ctrl-C or SIGTERM ended a fit (Lightning turns SIGTERM into ``SystemExit``): no failure."""
-    return isinstance(exception, KeyboardInterrupt | SystemExit)
+    def figures(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Iterable[tuple[str, Figure]]:
+        """Names of files and their figures, drawn one by one."""
+        raise NotImplementedError
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            require("matplotlib", type(self).__name__)
+            if self._run.begins_anew(trainer, pl_module):
+                self._begin()
 
-def write_at_end_of_fit(trainer: L.Trainer, name: str, draw: Callable[[], Figure]) -> list[Path]:
-    """Draw a trained module in all processes, which gather sharded weights together, and write it in the first one.
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Find a folder that cannot be written to before the training; a collective call."""
+        directory = log_directory(trainer)
+        self._directory = None
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        present = next(folder for folder in (directory, *directory.absolute().parents) if os.path.exists(folder))
+        if not present.is_dir() or not os.access(present, os.W_OK):
+            problem = "may not be written to" if present.is_dir() else "is no folder"
+            raise MisconfigurationException(
+                f"Callbacks write to {directory}, but {present} {problem}: set Trainer(default_root_dir=...), or the "
+                "logger"
+            )
+        self._directory = directory
 
-    Returns:
-        The file; none in other processes, and under ``fast_dev_run``, where nothing is drawn.
-    """
-    directory = directory_to_write(trainer)
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]
-        return []
-    figure = draw()
-    if directory is None:
-        return []
-    write_picture(figure, directory / name)
-    return [directory / name]
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._run.on_train_start(pl_module)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._write(trainer, pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        # Lightning turns SIGTERM into SystemExit
+        if isinstance(exception, KeyboardInterrupt | SystemExit) and not self.draws_together:
+            self._write(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"records": [dict(record) for record in self.records]} if self.records else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.records = [dict(record) for record in state_dict["records"]]
+
+    def _write(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.fast_dev_run or not (self._directory or self.draws_together):  # type: ignore[attr-defined]
+            return
+        self.paths = []
+        for name, figure in self.figures(trainer, pl_module):
+            if self._directory is not None:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                figure.savefig(self._directory / name, dpi=150)
+                self.paths.append(self._directory / name)

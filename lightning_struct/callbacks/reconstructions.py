@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from lightning_struct.functional.torch_tools import in_eval_mode
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check_counts, require
 from lightning_struct.utilities.lightning_internals import prepare_batch, validation_loaders
-from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
 def plot_reconstructions(
@@ -64,7 +64,7 @@ def plot_reconstructions(
     return figure, axes
 
 
-class ReconstructionPlot(Callback):
+class ReconstructionPlot(pictures.PictureWriter):
     """Draws validation images above the reconstructions that the trained module makes of them, at the end of ``fit``.
 
     ``reconstructions.png`` is written to the log directory, by the first process, and not under ``fast_dev_run``. Put
@@ -93,22 +93,21 @@ class ReconstructionPlot(Callback):
         >>> trainer = Trainer(callbacks=[ReconstructionPlot(count=10)], logger=False, accelerator="cpu")
     """
 
+    draws_together = True
+
     def __init__(self, count: int = 10, image_size: tuple[int, int] | None = None) -> None:
         check_counts(count=count)
         pictures.check_image_size(image_size)
+        super().__init__()
         self.count, self.image_size = count, image_size
-        self.paths: list[Path] = []
         self._tried = False
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            require("matplotlib", "ReconstructionPlot")
-            self._tried = False
-
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        pictures.directory_to_write(trainer)
+        super().on_fit_start(trainer, pl_module)
+        self._tried = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         if not trainer.enable_validation:
             raise MisconfigurationException(
                 "ReconstructionPlot draws validation images: give a validation loader, or leave out this callback."
@@ -135,10 +134,8 @@ class ReconstructionPlot(Callback):
             )
         return plot_reconstructions(images, reconstructions, self.image_size)
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.paths = pictures.write_at_end_of_fit(
-            trainer, "reconstructions.png", lambda: self.plot(trainer, pl_module)[0]
-        )
+    def figures(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Iterable[tuple[str, pictures.Figure]]:
+        yield "reconstructions.png", self.plot(trainer, pl_module)[0]
 
 
 def _images(module: L.LightningModule, batch: Any) -> Tensor:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_struct.callbacks.pictures import directory_to_write, draw_curve, new_figure, write_at_end_of_fit
-from lightning_struct.callbacks.runs import Run
+from lightning_struct.callbacks.pictures import PictureWriter, draw_curve, new_figure
 from lightning_struct.functional.torch_tools import in_eval_mode
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.checks import require
-from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,7 +66,7 @@ def plot_solution(
     return figure, axes
 
 
-class SolutionPlot(Callback):
+class SolutionPlot(PictureWriter):
     """Draws the solution of a physics-informed network, its error, and how that fell, at the end of ``fit``.
 
     ``solution.png`` is written to the log directory, by the first process, and not under ``fast_dev_run``. Its third
@@ -94,32 +91,16 @@ class SolutionPlot(Callback):
         >>> trainer = Trainer(callbacks=[SolutionPlot()], logger=False, accelerator="cpu")
     """
 
-    def __init__(self) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
-        self._run = Run()
-        self.records: list[dict[str, float]] = []
-        self.paths: list[Path] = []
+    draws_together = True
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        require("matplotlib", "SolutionPlot")
-        if self._run.begins_anew(trainer, pl_module):
-            self._begin()
+        super().setup(trainer, pl_module, stage)
         missing = [name for name in ("equation", "network") if not hasattr(pl_module, name)]
-        if missing:
+        if missing and stage == "fit":
             raise MisconfigurationException(
                 f"SolutionPlot draws module.network over the domain of module.equation, but {type(pl_module).__name__} "
                 f"has no {' and no '.join(missing)}: set them, or leave out this callback."
             )
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        directory_to_write(trainer)
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._run.on_train_start(pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -138,14 +119,8 @@ class SolutionPlot(Callback):
 
         return plot_solution(module.equation, network, self.records)
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.paths = write_at_end_of_fit(trainer, "solution.png", lambda: self.plot(pl_module)[0])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"records": [dict(record) for record in self.records]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.records = [dict(record) for record in state_dict["records"]]
+    def figures(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Iterable[tuple[str, Figure]]:
+        yield "solution.png", self.plot(pl_module)[0]
 
 
 def _by_function(title: str, values: Tensor) -> dict[str, Tensor]:

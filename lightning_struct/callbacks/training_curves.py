@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Collection, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_struct.callbacks import pictures
-from lightning_struct.callbacks.runs import NewlyLogged, Run
+from lightning_struct.callbacks.runs import NewlyLogged
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check_counts, require
-from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 RECORDED_IN_TRAINING = ("train_loss", "train_accuracy", "batch_size", "damping", "solver_iterations")
 RECORDED_IN_VALIDATION = ("val_loss", "val_accuracy")
@@ -26,7 +25,7 @@ PANELS = {"loss": "loss", "accuracy": "accuracy", "batch_size": "samples in a ba
 _OF_LOADER = "/dataloader_idx_"
 
 
-class TrainingCurves(Callback):
+class TrainingCurves(pictures.PictureWriter):
     """Records losses, batch sizes and solver statistics over the seconds of training, and draws them at the end.
 
     After a training step it records ``train_loss``, ``train_accuracy``, ``batch_size``, ``damping`` and
@@ -63,20 +62,16 @@ class TrainingCurves(Callback):
     def __init__(self, every_n_steps: int = 1) -> None:
         check_counts(every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
-        self._begin()
+        super().__init__()
 
     def _begin(self) -> None:
-        """Begin with nothing recorded."""
-        self._run = Run()
-        self.records: list[dict[str, float]] = []
-        self.paths: list[Path] = []
+        super()._begin()
         self._seconds_before = 0.0
         self._started_at: float | None = None
         self._last_step = -1
         self._newly_logged, self._newly_validated = NewlyLogged(), NewlyLogged()
         self._logged_in_step: set[str] = set()
         self._logged_in_steps_of_epoch: set[str] = set()
-        self._directory: Path | None = None
 
     @property
     def seconds(self) -> float:
@@ -127,17 +122,8 @@ class TrainingCurves(Callback):
             _set_log_scale(axes[0])
         return figure, axes
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            require("matplotlib", "TrainingCurves")
-            if self._run.begins_anew(trainer, pl_module):
-                self._begin()
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._directory = pictures.directory_to_write(trainer)
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._run.on_train_start(pl_module)
+        super().on_train_start(trainer, pl_module)
         self._started_at, self._last_step = time.monotonic(), trainer.global_step
         self._newly_logged, self._newly_validated = NewlyLogged(), NewlyLogged()
         self._logged_in_step = set()
@@ -174,18 +160,17 @@ class TrainingCurves(Callback):
             if trainer.barebones:
                 reason = "with Trainer(barebones=True) nothing that is logged is kept"
             rank_zero_warn(f"TrainingCurves has recorded nothing, and writes nothing: {reason}")
-        self._write()
+        super().on_fit_end(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._stop_clock()
-        if pictures.is_interruption(exception):
-            self._write()
+        super().on_exception(trainer, pl_module, exception)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"records": [dict(record) for record in self.records], "seconds": self.seconds}
+        return {"records": []} | super().state_dict() | {"seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.records = [dict(record) for record in state_dict["records"]]
+        super().load_state_dict(state_dict)
         self._seconds_before = state_dict["seconds"]
 
     def _stop_clock(self) -> None:
@@ -208,17 +193,19 @@ class TrainingCurves(Callback):
         while len(self.records) > MOST_RECORDS:
             self.records = _thinned(self.records)
 
-    def _write(self) -> None:
-        if self._directory is None or not self.records:
-            return
-        table, picture = self._directory / "training_curves.csv", self._directory / "training_curves.png"
-        self._directory.mkdir(parents=True, exist_ok=True)
-        with table.open("w", newline="") as file:
-            writer = csv.DictWriter(file, dict.fromkeys((*COLUMNS, *self._recorded)))
-            writer.writeheader()
-            writer.writerows(self.records)
-        pictures.write_picture(self.plot()[0], picture)
-        self.paths = [picture, table]
+    def figures(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Iterable[tuple[str, pictures.Figure]]:
+        if self.records:
+            yield "training_curves.png", self.plot()[0]
+
+    def _write(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super()._write(trainer, pl_module)
+        if self._directory is not None and self.records:
+            table = self._directory / "training_curves.csv"
+            with table.open("w", newline="") as file:
+                writer = csv.DictWriter(file, dict.fromkeys((*COLUMNS, *self._recorded)))
+                writer.writeheader()
+                writer.writerows(self.records)
+            self.paths.append(table)
 
 
 def _set_log_scale(losses: pictures.Axes) -> None:

@@ -132,7 +132,6 @@ def test_plot_shows_the_matrix_and_the_subdiagonal_as_an_image(tmp_path):
             torch.from_numpy(pixels.flatten()[1:].filled(0)).float(), layer.subdiagonal_b.detach()
         )
         assert figure.axes[0] is matrix
-    assert len(monitor.plot_dense("hidden")[1]) == 1
 
 
 def test_zero_is_the_middle_of_the_colours_of_a_matrix():
@@ -188,11 +187,6 @@ def test_module_without_structured_layers_is_refused(tmp_path):
 def test_wrong_arguments_are_named(call, message):
     with pytest.raises(MisconfigurationException, match=message):
         call()
-
-
-def test_an_image_size_that_no_layer_reads_is_refused_before_training(tmp_path):
-    with pytest.raises(MisconfigurationException, match=r"\(3, 5\)\) is of images .* have 16 inputs"):
-        fit(tmp_path, LDRSubdiagonal(16, 16), OperatorMonitor(image_size=(3, 5)))
 
 
 def test_the_image_size_is_that_of_the_layers_that_read_images(tmp_path):

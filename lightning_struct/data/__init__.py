@@ -4,7 +4,7 @@ from lightning_struct.data.cifar import CIFAR10DataModule
 from lightning_struct.data.curves import CurvesDataModule
 from lightning_struct.data.digits import MNISTDataModule, USPSDataModule
 from lightning_struct.data.equations import Box, Burgers, DifferentialEquation, Faces, Heat, Poisson, Region
-from lightning_struct.data.evolutions import AllenCahn, Convection, KortewegDeVries, VanDerPol, Wave
+from lightning_struct.data.evolutions import AllenCahn, KortewegDeVries
 from lightning_struct.data.imdb import IMDBDataModule
 from lightning_struct.data.in_memory import BatchedTensorDataset, InMemoryDataModule
 from lightning_struct.data.larochelle import MNISTVariantDataModule
@@ -13,9 +13,8 @@ from lightning_struct.data.sampling import DrawLoader, IndependentDraws, keep_ba
 from lightning_struct.data.text_corpus import TextCorpusDataModule
 
 __all__ = [
-    "AllenCahn", "BatchedTensorDataset", "Box", "Burgers", "CIFAR10DataModule", "Convection",
-    "CurvesDataModule", "DifferentialEquation", "DrawLoader", "Faces", "Heat", "IMDBDataModule", "InMemoryDataModule",
-    "IndependentDraws", "KortewegDeVries", "MNISTDataModule", "MNISTVariantDataModule", "PointDraws",
-    "PointsDataModule", "Poisson", "Region", "TextCorpusDataModule", "USPSDataModule", "VanDerPol", "Wave",
-    "keep_batch",
+    "AllenCahn", "BatchedTensorDataset", "Box", "Burgers", "CIFAR10DataModule", "CurvesDataModule",
+    "DifferentialEquation", "DrawLoader", "Faces", "Heat", "IMDBDataModule", "InMemoryDataModule", "IndependentDraws",
+    "KortewegDeVries", "MNISTDataModule", "MNISTVariantDataModule", "PointDraws", "PointsDataModule", "Poisson",
+    "Region", "TextCorpusDataModule", "USPSDataModule", "keep_batch",
 ]  # fmt: skip

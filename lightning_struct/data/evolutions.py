@@ -1,15 +1,15 @@
-"""Equations of evolution in time, whose solutions are closed forms or are integrated once, when they are first used."""
+"""Periodic equations of evolution in time, whose solutions are integrated once, when they are first used."""
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_struct.data.equations import Box, DifferentialEquation, Faces, Field
+from lightning_struct.data.equations import Box, DifferentialEquation, Field, Region
 from lightning_struct.functional.checks import checked
 from lightning_struct.functional.jacobian.derivatives import partial_derivatives
 from lightning_struct.utilities.checks import check
@@ -19,29 +19,31 @@ _STENCIL = 8
 
 
 class _Integrated(DifferentialEquation):
-    """An equation with a solution that is integrated numerically, and interpolated between the entries of a table."""
+    """An equation of x in [-1, 1], periodic, and t in [0, 1], with a solution that is interpolated in a table."""
+
+    coordinates, time, periodic = ("x", "t"), 1, (0,)
+    domain = Box([-1.0, 0.0], [1.0, 1.0])
+    regions: Mapping[str, Region] = {"interior": domain, "initial": Box([-1.0, 0.0], [1.0, 0.0])}
 
     @abstractmethod
     def _integrate(self) -> np.ndarray:
-        """Values on a regular grid of the domain, ends included, with an axis for each coordinate."""
+        """Values (places, times) on a regular grid of the domain, ends included."""
 
     @cached_property
     def _table(self) -> Tensor:
         return torch.from_numpy(self._integrate())
 
     def solution(self, points: Tensor) -> Tensor:
-        """The solution at points (n, d) of the domain: (n,).
+        """The solution at points (n, 2) of the domain: (n,).
 
         Raises:
             ValueError: a point outside of the domain.
         """
         self.domain.check_inside(points, f"The domain of {type(self).__name__}")
-        low, high, at = self.domain.low, self.domain.high, points.to("cpu", torch.float64)
-        shares = ((at - low) / (high - low)).unbind(1)
-        stencils = [_stencil(share * (size - 1), size) for share, size in zip(shares, self._table.shape, strict=True)]
-        values = self._table[tuple(_along(axis, len(shares), index) for axis, (index, _) in enumerate(stencils))]
-        for axis, (_, weights) in enumerate(stencils):
-            values = values * _along(axis, len(shares), weights)
+        x, t = points.to("cpu", torch.float64).unbind(1)
+        places, of_x = _stencil((x + 1) / 2, self._table.shape[0])
+        times, of_t = _stencil(t, self._table.shape[1])
+        values = self._table[places[:, :, None], times[:, None]] * of_x[:, :, None] * of_t[:, None]
         return values.flatten(1).sum(1).to(points)
 
 
@@ -64,15 +66,11 @@ class AllenCahn(_Integrated):
         torch.Size([2])
     """
 
-    coordinates, time, periodic = ("x", "t"), 1, (0,)
-
     @checked
     def __init__(self, diffusion: float = 1e-4, reaction: float = 5.0) -> None:
         check("diffusion", diffusion, diffusion > 0, "positive")
         check("reaction", reaction, reaction > 0, "positive")
         self.diffusion, self.reaction = diffusion, reaction
-        self.domain = Box([-1.0, 0.0], [1.0, 1.0])
-        self.regions = {"interior": self.domain, "initial": Box([-1.0, 0.0], [1.0, 0.0])}
 
     def residual(self, block: str, u: Field, points: Tensor) -> Tensor:
         if block == "initial":
@@ -88,7 +86,7 @@ class AllenCahn(_Integrated):
         def reaction(modes: np.ndarray) -> np.ndarray:
             return -self.reaction * np.fft.rfft(np.fft.irfft(modes) ** 3)
 
-        modes = _runge_kutta(np.fft.rfft(x**2 * np.cos(np.pi * x)), rates, reaction, 1.0, steps=1000, every=2)
+        modes = _runge_kutta(np.fft.rfft(x**2 * np.cos(np.pi * x)), rates, reaction, steps=1000, every=2)
         return _on_grid(modes, 4096)
 
 
@@ -110,14 +108,10 @@ class KortewegDeVries(_Integrated):
         tensor([ 1., -1.], dtype=torch.float64)
     """
 
-    coordinates, time, periodic = ("x", "t"), 1, (0,)
-
     @checked
     def __init__(self, dispersion: float = 0.022) -> None:
         check("dispersion", dispersion, dispersion >= 0.02, "at least 0.02")
         self.dispersion = dispersion
-        self.domain = Box([-1.0, 0.0], [1.0, 1.0])
-        self.regions = {"interior": self.domain, "initial": Box([-1.0, 0.0], [1.0, 0.0])}
 
     def residual(self, block: str, u: Field, points: Tensor) -> Tensor:
         if block == "initial":
@@ -132,144 +126,18 @@ class KortewegDeVries(_Integrated):
             return -0.5j * waves * np.fft.rfft(np.fft.irfft(modes) ** 2)
 
         rates = 1j * self.dispersion**2 * waves**3
-        modes = _runge_kutta(np.fft.rfft(np.cos(np.pi * x)), rates, advection, 1.0, steps=10_000, every=20)
+        modes = _runge_kutta(np.fft.rfft(np.cos(np.pi * x)), rates, advection, steps=10_000, every=20)
         return _on_grid(modes, 2048)
 
 
-class Wave(DifferentialEquation):
-    """The wave equation u_tt = c² u_xx for x and t in [0, 1], zero at both ends, from rest.
-
-    It begins as sin πx + ½ sin 4πx, and its solution is sin πx cos cπt + ½ sin 4πx cos 4cπt. With c = 2 it is an
-    example of Wang, Yu & Perdikaris, When and why PINNs fail to train (2022).
-
-    Args:
-        speed: c > 0.
-
-    Raises:
-        MisconfigurationException: a speed that is not positive.
-
-    Example:
-        >>> equation, points = Wave(), torch.rand(3, 2, dtype=torch.float64)
-        >>> equation.residual("interior", equation.solution, points).abs().max() < 1e-10
-        tensor(True)
-    """
-
-    coordinates, time = ("x", "t"), 1
-
-    @checked
-    def __init__(self, speed: float = 2.0) -> None:
-        check("speed", speed, speed > 0, "positive")
-        self.speed = speed
-        self.domain = Box([0.0, 0.0], [1.0, 1.0])
-        ends = Faces(self.domain, coordinates=[0])
-        self.regions = {"interior": self.domain, "boundary": ends, "initial": Box([0.0, 0.0], [1.0, 0.0])}
-
-    def residual(self, block: str, u: Field, points: Tensor) -> Tensor:
-        if block == "boundary":
-            return u(points)
-        if block == "initial":
-            values, first, _ = partial_derivatives(u, points, once=[1])
-            x = math.pi * points[:, 0]
-            return torch.stack([values - x.sin() - 0.5 * (4 * x).sin(), first[1]], dim=1)
-        _, _, second = partial_derivatives(u, points, twice=[0, 1])
-        return second[1] - self.speed**2 * second[0]
-
-    def solution(self, points: Tensor) -> Tensor:
-        x, t = (math.pi * points).unbind(1)
-        return x.sin() * (self.speed * t).cos() + 0.5 * (4 * x).sin() * (4 * self.speed * t).cos()
-
-
-class Convection(DifferentialEquation):
-    """Convection u_t + β u_x = 0, u(x, 0) = sin x, periodic in x on [0, 2π], t in [0, 1]; u(x, t) = sin(x - βt).
-
-    With β = 30 it is an example of Krishnapriyan et al., Characterizing possible failure modes in physics-informed
-    neural networks (2021).
-
-    Args:
-        speed: β.
-
-    Raises:
-        TypeError: a speed that is no number.
-
-    Example:
-        >>> equation, points = Convection(), torch.rand(3, 2, dtype=torch.float64)
-        >>> equation.residual("interior", equation.solution, points).abs().max() < 1e-12
-        tensor(True)
-    """
-
-    coordinates, time, periodic = ("x", "t"), 1, (0,)
-
-    @checked
-    def __init__(self, speed: float = 30.0) -> None:
-        self.speed = speed
-        self.domain = Box([0.0, 0.0], [2 * math.pi, 1.0])
-        self.regions = {"interior": self.domain, "initial": Box([0.0, 0.0], [2 * math.pi, 0.0])}
-
-    def residual(self, block: str, u: Field, points: Tensor) -> Tensor:
-        if block == "initial":
-            return u(points) - points[:, 0].sin()
-        _, first, _ = partial_derivatives(u, points, once=[0, 1])
-        return first[1] + self.speed * first[0]
-
-    def solution(self, points: Tensor) -> Tensor:
-        return (points[:, 0] - self.speed * points[:, 1]).sin()
-
-
-class VanDerPol(_Integrated):
-    """Van der Pol's oscillator u'' = μ (1 - u²) u' - u with u = 2 and u' = 0 at t = 0, t in [0, 10].
-
-    The solution is integrated by steps of 5e-4, see :func:`_runge_kutta`; with μ = 5 its error is about 1e-11.
-
-    Args:
-        damping: μ, from 0 to 20.
-
-    Raises:
-        MisconfigurationException: a damping out of range.
-
-    Example:
-        >>> VanDerPol().solution(torch.tensor([[0.0], [10.0]], dtype=torch.float64))
-        tensor([ 2.0000, -...], dtype=torch.float64)
-    """
-
-    coordinates, time = ("t",), 0
-
-    @checked
-    def __init__(self, damping: float = 5.0) -> None:
-        check("damping", damping, 0 <= damping <= 20, "from 0 to 20")
-        self.damping = damping
-        self.domain = Box([0.0], [10.0])
-        self.regions = {"interior": self.domain, "initial": Box([0.0], [0.0])}
-
-    def residual(self, block: str, u: Field, points: Tensor) -> Tensor:
-        if block == "initial":
-            values, first, _ = partial_derivatives(u, points, once=[0])
-            return torch.stack([values - 2.0, first[0]], dim=1)
-        values, first, second = partial_derivatives(u, points, twice=[0])
-        return second[0] - self.damping * (1 - values**2) * first[0] + values
-
-    def _integrate(self) -> np.ndarray:
-        def slopes(state: np.ndarray) -> np.ndarray:
-            u, v = state
-            return np.array([v, self.damping * (1 - u * u) * v - u])
-
-        states = _runge_kutta(np.array([2.0, 0.0]), np.zeros(2), slopes, 10.0, steps=20_000, every=4)
-        return states[:, 0].copy()
-
-
 def _runge_kutta(
-    state: np.ndarray,
-    rates: np.ndarray,
-    slopes: Callable[[np.ndarray], np.ndarray],
-    end: float,
-    *,
-    steps: int,
-    every: int,
+    state: np.ndarray, rates: np.ndarray, slopes: Callable[[np.ndarray], np.ndarray], *, steps: int, every: int
 ) -> np.ndarray:
-    """States of y' = rates y + slopes(y), from the first to that at the end, each so many steps of one length.
+    """States of y' = rates y + slopes(y) for t from 0 to 1, those after each so many steps of one length.
 
     The classical method of order four for exp(-rates t) y: the linear part is exact.
     """
-    h, states = end / steps, [state]
+    h, states = 1 / steps, [state]
     half = np.exp(rates * h / 2)
     for step in range(1, steps + 1):
         a = h * slopes(state)
@@ -293,16 +161,12 @@ def _on_grid(modes: np.ndarray, count: int) -> np.ndarray:
     return np.concatenate([values, values[:, :1]], axis=1).T
 
 
-def _stencil(position: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The entries of an axis next to positions (n,), and their weights by Lagrange's polynomials: both (n, 8)."""
+def _stencil(share: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The entries of an axis next to shares (n,) of its length, and their weights by Lagrange's polynomials: (n, 8)."""
+    position = share * (size - 1)
     first = (position.floor().long() - _STENCIL // 2 + 1).clamp(0, size - _STENCIL)
     nodes = torch.arange(_STENCIL)
     away = (position - first)[:, None] - nodes
     between = nodes[:, None] - nodes
     factors = torch.where(between == 0, 1.0, away[:, None] / between.where(between != 0, 1))
     return first[:, None] + nodes, factors.prod(-1)
-
-
-def _along(axis: int, dimension: int, numbers: Tensor) -> Tensor:
-    """Numbers (n, 8) of one axis of several, as (n, 1, .., 8, .., 1)."""
-    return numbers.reshape(len(numbers), *(_STENCIL if i == axis else 1 for i in range(dimension)))

@@ -108,9 +108,9 @@ class IntervalNetwork(nn.Module):
         MisconfigurationException: the equation has no time; fewer than one interval.
 
     Example:
-        >>> from lightning_struct.data import VanDerPol
-        >>> network = IntervalNetwork(VanDerPol(), [8], intervals=5)
-        >>> network(torch.tensor([[0.0], [9.5]])).shape
+        >>> from lightning_struct.data import AllenCahn
+        >>> network = IntervalNetwork(AllenCahn(), [8], intervals=5)
+        >>> network(torch.tensor([[0.0, 0.0], [0.5, 0.95]])).shape
         torch.Size([2])
     """
 

@@ -9,17 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_struct import SHF
-from lightning_struct.data import (
-    Box,
-    Burgers,
-    Convection,
-    DifferentialEquation,
-    Heat,
-    PointsDataModule,
-    Poisson,
-    VanDerPol,
-    Wave,
-)
+from lightning_struct.data import AllenCahn, Box, Burgers, DifferentialEquation, Heat, PointsDataModule, Poisson
 from lightning_struct.functional import partial_derivatives
 from lightning_struct.models import IntervalNetwork, PhysicsInformedNetwork, SHFPhysicsInformedNetwork, TanhNetwork
 from tests.mixins.helpers import make_trainer
@@ -298,6 +288,20 @@ def test_two_processes_draw_the_same_points_and_take_the_step_of_all_of_them(tmp
     torch.testing.assert_close(first, one, rtol=0, atol=1e-7)
 
 
+class Oscillator(DifferentialEquation):
+    """u'' = -u with u = 2 and u' = 0 at time 0."""
+
+    coordinates, time = ("t",), 0
+
+    def __init__(self, end):
+        self.domain = Box([0.0], [end])
+        self.regions = {"interior": self.domain, "initial": Box([0.0], [0.0])}
+
+    def residual(self, block, u, points):
+        values, first, second = partial_derivatives(u, points, once=[0], twice=[0])
+        return second[0] + values if block == "interior" else torch.stack([values - 2, first[0]], dim=1)
+
+
 def in_intervals(equation, intervals, number):
     """A network of different functions in the first intervals, in float64."""
     network = IntervalNetwork(equation, [6], intervals).double()
@@ -311,7 +315,7 @@ def in_intervals(equation, intervals, number):
 
 
 @pytest.mark.parametrize(
-    ("equation", "later", "factor"), [(Wave(), 0.25, 16), (Convection(), 0.25, 10), (VanDerPol(), 2.5, 10)]
+    ("equation", "later", "factor"), [(Oscillator(1.0), 0.25, 16), (AllenCahn(), 0.25, 10), (Oscillator(10.0), 2.5, 10)]
 )
 def test_points_of_the_domain_stand_for_those_of_an_interval(equation, later, factor):
     network = in_intervals(equation, 4, 1)
@@ -330,19 +334,19 @@ def test_points_of_the_domain_stand_for_those_of_an_interval(equation, later, fa
 
 
 def test_evaluation_is_over_all_intervals():
-    equation = Convection()
+    equation = AllenCahn()
     model = PhysicsInformedNetwork(equation, network=in_intervals(equation, 4, 2)).eval()
     points = equation.domain.sample(50, torch.Generator().manual_seed(0))
     residual = model({"interior": points})["interior"]
     torch.testing.assert_close(residual, equation.residual("interior", lambda x: model.network(x), points))
-    with pytest.raises(ValueError, match=r"domain of Convection is from .*: the point \[7.0, 0.5\] is outside"):
+    with pytest.raises(ValueError, match=r"domain of AllenCahn is from .*: the point \[7.0, 0.5\] is outside"):
         model.predict_step(torch.tensor([[1.0, 0.5], [7.0, 0.5]]), 0)
 
 
 def fit_oscillator(tmp_path, ckpt_path=None, **options):
     torch.manual_seed(0)
-    data = PointsDataModule(VanDerPol(), {"interior": 20, "initial": 1}, steps_per_epoch=4, eval_count=20)
-    model = SHFPhysicsInformedNetwork(VanDerPol(), hidden_sizes=[4])
+    data = PointsDataModule(Oscillator(10.0), {"interior": 20, "initial": 1}, steps_per_epoch=4, eval_count=20)
+    model = SHFPhysicsInformedNetwork(Oscillator(10.0), hidden_sizes=[4])
     make_trainer(tmp_path, precision="64-true", **options).fit(model, datamodule=data, ckpt_path=ckpt_path)
     return model
 
@@ -360,7 +364,7 @@ def test_intervals_share_the_steps_of_a_fit_that_may_be_resumed(tmp_path):
 
 def test_intervals_need_the_number_of_steps(tmp_path):
     with pytest.raises(
-        MisconfigurationException, match="VanDerPol is solved in 10 intervals .* max_steps or max_epochs"
+        MisconfigurationException, match="Oscillator is solved in 10 intervals .* max_steps or max_epochs"
     ):
         fit_oscillator(tmp_path, max_epochs=-1, max_time="00:00:01:00")
 

@@ -149,7 +149,7 @@ def step_norms(parameters: Iterable[nn.Parameter], means: Mapping[TrainedWeight,
         for p in (*parameters, *of_weights)
         if p.grad is not None
     }
-    parts = {weight: weight.theta_parts() for weight in means}
+    parts = {weight: weight.parameters for weight in means}
     tensors = [*gradients.values(), *means.values(), *(part for those in parts.values() for part in those)]
     alike: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = defaultdict(dict)
     for place, tensor in enumerate(tensors):

@@ -64,7 +64,7 @@ class OptimizerWithAuxiliary(torch.optim.Optimizer):
             names = ", ".join(recorder.without_parameter())
             computed = f". Parametrized or pruned weights are no parameters, as in {names}" if names else ""
             raise ValueError(
-                f"{type(module).__name__} has no trainable Linear, convolution, RNN, LSTM, GRU or attention for "
+                f"{type(module).__name__} has no trainable Linear, convolution, RNN, LSTM or GRU for "
                 "RLS to train: take another optimizer, as Adam for embeddings alone; "
                 f"lightning_struct.functional.register_layer declares layers of other types{computed}"
             )

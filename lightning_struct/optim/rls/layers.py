@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from lightning_struct.functional.layers.calls import LayerCall
 from lightning_struct.functional.layers.kinds import Matrix
-from lightning_struct.functional.layers.per_sample.inner_calls import RecordedCalls, rows_used
 from lightning_struct.functional.layers.registry import (
-    base_call,
     hidden_layers,
     kind_of,
     plain_named_modules,
 )
 from lightning_struct.optim.requirements import refuse_lazy
-from lightning_struct.optim.rls.gain_limit import sample_rows, sample_size
+from lightning_struct.optim.rls.gain_limit import sample_size
 from lightning_struct.optim.rls.patches import batch_sum, patch_sample, patch_sum
-from lightning_struct.optim.rls.recurrent import (
-    LevelByLevel,
-    cell_states,
-    goes_on,
-    kernel_runs,
-    note_states,
-    recurrent_rows,
-    watch,
-)
+from lightning_struct.optim.rls.recurrent import LevelByLevel, kernel_runs, recurrent_rows, watch
 from lightning_struct.optim.rls.statistics import Use
 from lightning_struct.optim.rls.weights import TrainedWeight
 
@@ -83,9 +71,8 @@ def layer_reader(layer: nn.Module) -> LayerReader | None:
 
 def _bias(weight: TrainedWeight, layer: nn.Module, name: str | None) -> int | None:
     """The index of a layer's bias in ``weight.biases``; None if it is not there."""
-    below, _, own = (name or "").rpartition(".")
-    parameter = layer.get_submodule(below)._parameters.get(own)
-    return next((place for place, bias in enumerate(weight.biases) if bias.parameter is parameter), None)
+    parameter = layer._parameters.get(name or "")
+    return next((place for place, bias in enumerate(weight.biases) if bias is parameter), None)
 
 
 def _rows(inputs: Tensor, features: int) -> Tensor:
@@ -93,22 +80,17 @@ def _rows(inputs: Tensor, features: int) -> Tensor:
     return inputs.reshape(inputs.numel() // features, features)
 
 
-def _use(weight: TrainedWeight, inputs: Tensor, bias: int | None, sequences: int | None = None) -> Use:
-    """The use of a weight without groups that multiplied inputs (..., n)."""
-    rows = _rows(inputs, weight.features)
-    kept = weight.kept_rows(rows) if sequences is None else None
-    return Use(
-        batch_sum(rows.to(weight.dtype))[None], (len(rows),), sequences, bias, kept, weight.sample(rows),
-        positions=sequences is None and inputs.ndim > 2,
-    )  # fmt: skip
-
-
 def _read_affine(call: LayerCall, layer: TrainedLayer, watched: None) -> Uses:
     (matrix,) = layer.matrices
     weight = layer.weights[matrix.weight]
     if not call.input.numel():
         return []
-    return [(weight, _use(weight, call.input, _bias(weight, call.layer, matrix.bias)))]
+    rows = _rows(call.input, weight.features)
+    use = Use(
+        batch_sum(rows.to(weight.dtype))[None], len(rows), None, _bias(weight, call.layer, matrix.bias),
+        weight.kept_rows(rows), weight.sample(rows), positions=call.input.ndim > 2,
+    )  # fmt: skip
+    return [(weight, use)]
 
 
 def _read_convolution(call: LayerCall, layer: TrainedLayer, watched: None) -> Uses:
@@ -122,7 +104,7 @@ def _read_convolution(call: LayerCall, layer: TrainedLayer, watched: None) -> Us
         number = sample_size(rows, weight.features)
         sample = patch_sample(call.layer, call.input, positions, number).to(weight.dtype)
     bias = _bias(weight, call.layer, "bias")
-    return [(weight, Use(total, (rows,) * call.layer.groups, bias=bias, sample=sample, positions=True))]
+    return [(weight, Use(total, rows, bias=bias, sample=sample, positions=True))]
 
 
 def _read_recurrent(call: LayerCall, layer: TrainedLayer, watched: LevelByLevel | None) -> Uses:
@@ -133,46 +115,7 @@ def _read_recurrent(call: LayerCall, layer: TrainedLayer, watched: LevelByLevel 
             if (weight := layer.weights.get(f"weight_{name}")) is not None:
                 bias = _bias(weight, call.layer, f"bias_{name}")
                 sample = weight.sample(_rows(rows, weight.features))
-                uses.append((weight, Use(total[None], (steps,), sequences, bias, sample=sample)))
-    return uses
-
-
-def _read_cell(call: LayerCall, layer: TrainedLayer, watched: None) -> Uses:
-    call = base_call(call)
-    states = cell_states(call)
-    sequences = 0 if goes_on(call.layer, states) else call.input.numel() // call.layer.input_size
-    note_states(call.layer, call.outputs)
-    return [
-        (weight, _use(weight, read, _bias(weight, call.layer, f"bias_{kind}"), sequences))
-        for kind, read in (("ih", call.input), ("hh", states[0].detach()))
-        if (weight := layer.weights.get(f"weight_{kind}")) is not None and read.numel()
-    ]
-
-
-def _read_attention(call: LayerCall, layer: TrainedLayer, watched: RecordedCalls) -> Uses:
-    """Uses from the calls that the layer makes of ``linear``, whose inputs come after the dropout of the attention."""
-    weights, bias_of = layer.weights, {matrix.weight: matrix.bias for matrix in layer.matrices}
-    read: dict[str, dict[int, Tensor]] = defaultdict(dict)
-    parameters = {name: weight.parameter for name, weight in weights.items()}
-    for made in watched.calls:
-        inputs = _rows(made.inputs.detach(), made.inputs.shape[-1])
-        for name, rows in rows_used(made, parameters).items():
-            size = weights[name].outputs
-            for group in range(rows.start // size, rows.stop // size):
-                read[name][group] = inputs
-    uses: Uses = []
-    for name, by_group in read.items():
-        weight, of_groups = weights[name], [by_group[group] for group in sorted(by_group)]
-        counts = tuple(map(len, of_groups))
-        if all(counts):
-            distinct = {id(rows): rows for rows in of_groups}  # which groups may share
-            totals = {i: batch_sum(rows.to(weight.dtype)) for i, rows in distinct.items()}
-            total, sample = torch.stack([totals[id(rows)] for rows in of_groups]), None
-            if weight.takes_samples:
-                number = sample_size(min(counts), weight.features)
-                samples = {i: sample_rows(rows, number).to(weight.dtype) for i, rows in distinct.items()}
-                sample = torch.stack([samples[id(rows)] for rows in of_groups])
-            uses.append((weight, Use(total, counts, bias=_bias(weight, call.layer, bias_of[name]), sample=sample)))
+                uses.append((weight, Use(total[None], steps, sequences, bias, sample=sample)))
     return uses
 
 
@@ -183,8 +126,6 @@ _READERS: dict[type[nn.Module], LayerReader] = {
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _CONVOLUTION),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _CONVOLUTION),
     **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), LayerReader(_read_recurrent, watch)),
-    **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), LayerReader(_read_cell)),
-    nn.MultiheadAttention: LayerReader(_read_attention, lambda layer: RecordedCalls()),
 }
 
 

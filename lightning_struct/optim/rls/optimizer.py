@@ -73,9 +73,8 @@ class RLS(OptimizerWithAuxiliary):
 
     Args:
         module: the module to train. Below it, RLS trains ``nn.Linear``, ``nn.Conv1d`` to ``3d``,
-            ``nn.ConvTranspose1d`` to ``3d``, ``nn.RNN``, ``nn.LSTM``, ``nn.GRU``, their cells, the projections of
-            ``nn.MultiheadAttention``, and layers that :func:`~lightning_struct.functional.register_layer` declares to
-            be like one of them.
+            ``nn.ConvTranspose1d`` to ``3d``, ``nn.RNN``, ``nn.LSTM``, ``nn.GRU``, and layers that
+            :func:`~lightning_struct.functional.register_layer` declares to be like one of them.
         ratio: k > 0.
         forgetting: λ in (0, 1]. Below 1 the growth of P is bounded, see
             :class:`~lightning_struct.functional.curvature.recursive_least_squares.SquareRootInverse`.
@@ -303,7 +302,7 @@ class RLS(OptimizerWithAuxiliary):
         if unknown := ", ".join(sorted(saved.keys() - weights.keys())):
             raise ValueError(
                 f"the state is of an RLS that trains {unknown}, which this one does not: make it with the same layers "
-                "excluded, and unfreeze the same layers before"
+                "excluded, and unfreeze the same layers before (attention and cells are trained by auxiliary alone)"
             )
         if list(map(is_own, state_dict["param_groups"])) != list(map(is_own, self.param_groups)):
             raise ValueError(

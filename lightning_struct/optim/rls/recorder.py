@@ -18,7 +18,7 @@ from lightning_struct.optim.rls.all_weights import check_inverses_fit
 from lightning_struct.optim.rls.layers import TrainedLayer
 from lightning_struct.optim.rls.settings import Settings
 from lightning_struct.optim.rls.statistics import Arrival
-from lightning_struct.optim.rls.weights import Bias, TrainedWeight
+from lightning_struct.optim.rls.weights import TrainedWeight
 
 
 class InputRecorder:
@@ -41,7 +41,7 @@ class InputRecorder:
         self.layers, self._settings = layers, settings
         self.weights: list[TrainedWeight] = []
         self._of_parameter: dict[nn.Parameter, TrainedWeight] = {}
-        self._taken: set[tuple[nn.Parameter, int | None]] = set()  # biases, by their parameters and first rows
+        self._taken: set[nn.Parameter] = set()  # biases
         self.found_unfrozen: Callable[..., None] = _nothing
         self._handles: list[RemovableHandle] = []
         self._watched: dict[nn.Module, AbstractContextManager[Any]] = {}
@@ -60,11 +60,11 @@ class InputRecorder:
         for layer, matrix, parameter, bias in self._untrained():
             if is_trained(parameter):
                 weight = layer.weights[matrix.weight] = self._weight(layer.name_of(matrix), parameter, matrix)
-                if bias is None or not is_trained(bias) or (bias, matrix.bias_rows.start) in self._taken:
+                if bias is None or not is_trained(bias) or bias in self._taken:
                     weight.add_layer(None)
                 else:
-                    self._taken.add((bias, matrix.bias_rows.start))
-                    weight.add_layer(Bias(bias, matrix.bias_rows))
+                    self._taken.add(bias)
+                    weight.add_layer(bias)
         new = list(self._of_parameter.values())[before:]
         check_inverses_fit(new)
         self.weights += new

@@ -1,6 +1,5 @@
-"""Sums of the rows that input and recurrent weights of ``nn.RNN``, ``nn.LSTM``, ``nn.GRU`` and cells multiply."""
+"""Sums of the rows that input and recurrent weights of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` multiply."""
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any, NamedTuple
@@ -139,51 +138,3 @@ def recurrent_rows(layer: nn.RNNBase, run: KernelRun) -> tuple[int, int, list[tu
                 of_states = of_states + total(run.initial[number])
             rows += [(f"ih_{place}", of_inputs, read.detach()), (f"hh_{place}", of_states, state)]
     return steps, sequences, rows
-
-
-# --- cells -----------------------------------------------------------------------------------------------------------
-
-# A call of a cell is one step of sequences. Several sequences in one backward pass are several uses, which the bound on
-# the gain counts. So the calls that begin sequences must be told apart: a sequence goes on if the state that a call is
-# given was computed from a state that an earlier call returned. Returned states are marked in autograd's graph, whose
-# nodes live as long as the states do.
-
-
-def cell_states(call: LayerCall) -> tuple[Tensor, ...]:
-    """The states, with their graph, that a call of a recurrent cell was given: h, or h and c."""
-    given = call.args[1] if len(call.args) > 1 else call.kwargs.get("hx")
-    if given is None:
-        return (call.input.new_zeros(*call.input.shape[:-1], call.layer.hidden_size),)
-    return (given,) if isinstance(given, Tensor) else tuple(given)
-
-
-def note_states(cell: nn.RNNCellBase, states: Tensor | Sequence[Tensor]) -> None:
-    """Mark the states that a call returned, for :func:`goes_on`."""
-    for state in [states] if isinstance(states, Tensor) else states:
-        if state.grad_fn is not None:
-            _metadata(state.grad_fn)[_mark(cell)] = True
-
-
-def goes_on(cell: nn.RNNCellBase, states: Sequence[Tensor]) -> bool:
-    """Whether states were computed from those that an earlier call of the cell returned, and not detached since."""
-    mark = _mark(cell)
-    nodes = deque(state.grad_fn for state in states)
-    seen = set(nodes)
-    while nodes:
-        node = nodes.popleft()
-        if node is None:
-            continue
-        if mark in _metadata(node):
-            return True
-        before = {function for function, _ in node.next_functions} - seen
-        seen |= before
-        nodes += before
-    return False
-
-
-def _metadata(node: Any) -> dict[str, Any]:
-    return node.metadata  # torch's annotations have a method in its place
-
-
-def _mark(cell: nn.Module) -> str:
-    return f"state of cell {id(cell)}"

@@ -18,12 +18,12 @@ MOST_SAMPLED = 2048
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """The rows X that one call of a layer multiplied by one weight, of each group.
+    """The rows X that one call of a layer multiplied by one weight.
 
     Attributes:
         total: (groups, n), the sum of the rows.
-        rows: their number in each group.
-        sequences: rows[0] / sequences is their mean length; None if it is 1.
+        rows: their number.
+        sequences: rows / sequences is their mean length; None if it is 1.
         bias: the index, among the weight's biases, of the one that was added; None without.
         inputs: (rows, n), X itself, if the step may want it.
         sample: (groups, s, n), rows of X that stand for all of them, if the step's gain is bounded.
@@ -31,7 +31,7 @@ class Use:
     """
 
     total: Tensor
-    rows: tuple[int, ...]
+    rows: int
     sequences: int | None = None
     bias: int | None = None
     inputs: Tensor | None = None
@@ -60,14 +60,13 @@ class Statistics:
     """Sums over the uses of a weight since the last step.
 
     Args:
-        groups: of the weight.
         biases: how many are added to its products.
         most_rows: of more rows no pairs are kept.
 
     Attributes:
         total: (groups, n); None before the first use.
-        counts: by group the rows, then the sequences, then the sequences of the largest use in each pass, then by bias
-            and group the rows to which it was added.
+        counts: the rows, the sequences, the sequences of the largest use in each pass, then by bias the rows to which
+            it was added.
         pairs: inputs and cotangents of the outputs of each use, (r, n) and (r, outputs); None if not all were kept.
         samples: rows of the first uses.
         sampled: how many these are.
@@ -77,7 +76,6 @@ class Statistics:
         positions: whether a use had several rows of one sample.
     """
 
-    groups: int
     biases: int
     most_rows: float
     total: Tensor | None = None
@@ -91,18 +89,17 @@ class Statistics:
     positions: bool = False
 
     def __post_init__(self) -> None:
-        self.counts = [0.0] * (self.groups * (1 + self.biases) + 2)
+        self.counts = [0.0] * (3 + self.biases)
 
     def add(self, use: Use, cotangent: Tensor | None) -> None:
         """Count one use, whose output has got this gradient; None if it was not kept."""
         self.total = use.total if self.total is None else self.total + use.total
-        for group, rows in enumerate(use.rows):
-            self.counts[group] += rows
-            if use.bias is not None:
-                self.counts[self.groups * (1 + use.bias) + 2 + group] += rows
-        sequences = use.rows[0] if use.sequences is None else use.sequences
-        self.counts[self.groups] += sequences
-        self.counts[self.groups + 1] += max(sequences - self.in_pass, 0)
+        self.counts[0] += use.rows
+        if use.bias is not None:
+            self.counts[3 + use.bias] += use.rows
+        sequences = use.rows if use.sequences is None else use.sequences
+        self.counts[1] += sequences
+        self.counts[2] += max(sequences - self.in_pass, 0)
         self.in_pass = max(sequences, self.in_pass)
         self.positions = self.positions or use.positions
         if use.sample is not None:
@@ -112,9 +109,9 @@ class Statistics:
                 sample = nn.functional.pad(use.sample, (0, self.biases))
                 if use.bias is not None:
                     sample.select(2, use.bias - self.biases).fill_(1)
-                self.samples.append(Sample(sample, use.rows[0] / use.sample.shape[1]))
+                self.samples.append(Sample(sample, use.rows / use.sample.shape[1]))
             else:
-                self.unsampled += use.rows[0]
+                self.unsampled += use.rows
         if use.inputs is None or cotangent is None or cotangent.dtype != use.inputs.dtype or self.pairs is None:
             self.pairs = None
             return
@@ -132,21 +129,17 @@ class Statistics:
     def mean(self) -> Tensor:
         """x̄ of each group, (groups, n + biases); a bias's entry is the share of rows to which it is added."""
         assert self.total is not None
-        rows = self.counts[: self.groups]
-        if len(set(rows)) == 1:
-            features = self.total / rows[0]
-        else:
-            features = torch.stack([total / number for total, number in zip(self.total, rows, strict=True)])
-        shares = [count / rows[i % self.groups] for i, count in enumerate(self.counts[self.groups + 2 :])]
+        rows, _, _, *with_bias = self.counts
+        features, shares = self.total / rows, [count / rows for count in with_bias]
         if set(shares) <= {1.0}:
             return nn.functional.pad(features, (0, self.biases), value=1.0)
         constants = torch.tensor(shares, dtype=features.dtype, device=features.device)
-        return torch.cat([features, constants.view(self.biases, self.groups).t()], 1)
+        return torch.cat([features, constants.expand(len(features), -1)], 1)
 
     @property
     def samples_seen(self) -> float:
         """Number of samples that the loss is averaged over: a use reads one row of each, or a sequence of rows."""
-        return self.counts[self.groups + 1] or self.counts[0]
+        return self.counts[2] or self.counts[0]
 
     @property
     def steps(self) -> float:
@@ -156,7 +149,7 @@ class Statistics:
     @property
     def uses(self) -> float:
         """T without the steps of sequences: uses of the weight in a backward pass."""
-        return (self.counts[self.groups] or self.counts[0]) / self.samples_seen
+        return (self.counts[1] or self.counts[0]) / self.samples_seen
 
     def factored_gradient(
         self, gradient: Tensor, columns: list[Tensor], vector: Tensor

@@ -31,17 +31,6 @@ from lightning_struct.optim.rls.statistics import Arrival, Statistics, Use
 MOST_WAITING = 64
 
 
-class Bias(NamedTuple):
-    """``parameter[rows]``, which is added to the products of a weight."""
-
-    parameter: nn.Parameter
-    rows: slice = slice(None)
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The bias's part of a tensor of the parameter's shape, a view."""
-        return tensor if self.rows == slice(None) else tensor[self.rows]
-
-
 class StepBounds(NamedTuple):
     """Bounds on the step of one weight; see :mod:`.gain_limit`.
 
@@ -50,8 +39,7 @@ class StepBounds(NamedTuple):
         max_gain: c, or the part of it that counts; None: the gain is not bounded.
         weights: how many step together.
         largest_gain: (groups,), the largest eigenvalue of G; None if it is small for sure.
-        norms: of the weight and its biases together, and of their gradients, if the norm of the step is bounded; biases
-            that are part of a parameter count as the whole of it in the latter.
+        norms: of the weight and its biases together, and of their gradients, if the norm of the step is bounded.
     """
 
     clip: float
@@ -72,7 +60,7 @@ class TrainedWeight:
         transposed: the shape of ``parameter`` is (groups·inputs, outputs, *kernel), and n is inputs times kernel.
 
     Attributes:
-        parameters: the weight and the biases, each once.
+        biases: those that are added to its products, one for each layer that has one of its own.
         users: how many layers use the weight.
         statistics: of its inputs since the last step. Counted are the uses of the passes that add to its gradient.
         arrived: uses whose outputs have got a gradient, which wait for one of the weight; uses in the last pass are at
@@ -83,8 +71,7 @@ class TrainedWeight:
         self, name: str, parameter: nn.Parameter, settings: Settings, *, groups: int = 1, transposed: bool = False
     ) -> None:
         self.name, self.parameter, self.groups, self.transposed = name, parameter, groups, transposed
-        self.biases: list[Bias] = []
-        self.parameters = [parameter]
+        self.biases: list[nn.Parameter] = []
         self.users = 0
         self.outputs = parameter.shape[1] if transposed else parameter.shape[0] // groups
         self.features = parameter.numel() // (groups * self.outputs)
@@ -93,14 +80,18 @@ class TrainedWeight:
         self._test_vector: Tensor | None = None
         self.end_step()
 
-    def add_layer(self, bias: Bias | None) -> None:
+    def add_layer(self, bias: nn.Parameter | None) -> None:
         """Take in a layer that uses the weight, with this bias."""
         self.users += 1
         if bias is not None:
             self.biases.append(bias)
-            self.parameters = list(dict.fromkeys([self.parameter, *(bias.parameter for bias in self.biases)]))
             self.end_step()
             self.__dict__.pop("blank", None)  # which had one input less
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The weight and the biases."""
+        return [self.parameter, *self.biases]
 
     @property
     def size(self) -> int:
@@ -187,7 +178,7 @@ class TrainedWeight:
         Uses in passes that may be differentiated wait on: Lightning clears gradients after the forward pass, in which a
         loss may have taken derivatives.
         """
-        self.statistics = Statistics(self.groups, len(self.biases), self.most_rows)
+        self.statistics = Statistics(len(self.biases), self.most_rows)
         self.arrived = {use: arrival for use, arrival in self.arrived.items() if arrival.may_be_differentiated}
 
     def end_step(self) -> None:
@@ -334,10 +325,6 @@ class TrainedWeight:
 
     # --- θ and its gradient ------------------------------------------------------------------------------------------
 
-    def theta_parts(self) -> list[Tensor]:
-        """The parts of θ: the weight, and of parameters of biases the parts that are added to its products."""
-        return [self.parameter, *(bias.of(bias.parameter) for bias in self.biases)]
-
     def _theta(self) -> list[Tensor]:
         """θ: (groups, outputs, n) and (groups, outputs, m).
 
@@ -345,10 +332,10 @@ class TrainedWeight:
         leaves frozen parameters alone.
         """
         features = self._features(self.parameter).to(self.dtype)
-        constants = self._constants([bias.parameter for bias in self.biases])
+        constants = self._constants(self.biases)
         if self.parameter.grad is None:
             features = features.clone()
-        if any(bias.parameter.grad is None for bias in self.biases):
+        if any(bias.grad is None for bias in self.biases):
             constants = constants.clone()
         return [features, constants]
 
@@ -356,7 +343,7 @@ class TrainedWeight:
         """∇: (groups, outputs, n) and (groups, outputs, m), zero without a gradient."""
         weight = self.parameter.grad
         features = self._features(torch.zeros_like(self.parameter) if weight is None else weight).to(self.dtype)
-        return features, self._constants([bias.parameter.grad for bias in self.biases])
+        return features, self._constants([bias.grad for bias in self.biases])
 
     def _random(self, *shape: int) -> Tensor:
         return normal_numbers(*shape, like=self.parameter.new_empty(0, dtype=self.dtype), dtype=self.dtype)
@@ -364,7 +351,7 @@ class TrainedWeight:
     def _few_rows(self) -> tuple[Tensor, Tensor] | None:
         """X, (1, r, n), and dZ, (1, r, outputs), with dZᵀX the gradient; None if too many, or not the gradient."""
         weight = self.parameter.grad
-        columns = [bias.of(bias.parameter.grad) for bias in self.biases if bias.parameter.grad is not None]
+        columns = [bias.grad for bias in self.biases if bias.grad is not None]
         if not self.statistics.pairs or weight is None or len(columns) < len(self.biases):
             return None
         if self._test_vector is None:
@@ -382,10 +369,7 @@ class TrainedWeight:
     def _constants(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """(groups, outputs, m) of tensors of the biases' shapes, zero for None; a view if one bias allows it."""
         shape = self.groups, self.outputs, 1
-        columns = [
-            self.parameter.new_zeros(shape) if tensor is None else bias.of(tensor).reshape(shape)
-            for bias, tensor in zip(self.biases, tensors, strict=True)
-        ]
+        columns = [self.parameter.new_zeros(shape) if tensor is None else tensor.reshape(shape) for tensor in tensors]
         if not columns:
             return self.parameter.new_zeros(self.groups, self.outputs, 0, dtype=self.dtype)
         return (columns[0] if len(columns) == 1 else torch.cat(columns, 2)).to(self.dtype)
@@ -399,6 +383,5 @@ class TrainedWeight:
                 features = features.unflatten(2, (inputs, *weight.shape[2:])).transpose(1, 2).flatten(0, 1)
             weight.copy_(features.view(weight.shape))
         for place, bias in enumerate(self.biases):
-            part = bias.of(bias.parameter)
-            if bias.parameter.grad is not None and constants.data_ptr() != part.data_ptr():
-                part.copy_(constants[:, :, place].reshape(part.shape))
+            if bias.grad is not None and constants.data_ptr() != bias.data_ptr():
+                bias.copy_(constants[:, :, place].reshape(bias.shape))

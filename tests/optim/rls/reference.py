@@ -1,6 +1,5 @@
 """RLS written down plainly: every row of every input, P as a dense matrix, one sum after the other."""
 
-import math
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -17,7 +16,6 @@ class Rows:
     weight: nn.Parameter
     groups: list[Tensor]
     bias: nn.Parameter | None = None
-    bias_offset: int = 0
     sequences: int | None = None
 
 
@@ -104,37 +102,8 @@ def cell(layer, place, x, state):
     return [(of_input + of_state).relu() if layer.mode == "RNN_RELU" else (of_input + of_state).tanh()]
 
 
-def attention_rows(layer, query, key, value, attn_mask=None, **_):
-    """Softmax attention, one sample and one head at a time."""
-    size, heads = layer.embed_dim, layer.num_heads
-    if layer.in_proj_weight is None:
-        weights = [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
-    else:
-        weights = list(layer.in_proj_weight.chunk(3))
-    biases = [0, 0, 0] if layer.in_proj_bias is None else list(layer.in_proj_bias.chunk(3))
-    samples = [t if layer.batch_first else t.transpose(0, 1) for t in (query, key, value)]
-    attended = []
-    for sample in zip(*samples, strict=True):
-        q, k, v = (x @ w.t() + b for x, w, b in zip(sample, weights, biases, strict=True))
-        of_heads = []
-        for head in range(heads):
-            mine = slice(head * size // heads, (head + 1) * size // heads)
-            scores = q[:, mine] @ k[:, mine].t() / math.sqrt(size // heads)
-            if attn_mask is not None:
-                scores = scores.masked_fill(attn_mask, -math.inf)
-            of_heads.append(scores.softmax(1) @ v[:, mine])
-        attended.append(torch.cat(of_heads, 1))
-    out = Rows(layer.out_proj.weight, [torch.cat(attended)], layer.out_proj.bias)
-    read = [t.reshape(-1, t.shape[-1]) for t in (query, key, value)]
-    if layer.in_proj_weight is not None:
-        return [Rows(layer.in_proj_weight, read, layer.in_proj_bias), out]
-    parts = [0, size, 2 * size]
-    return [*(Rows(w, [x], layer.in_proj_bias, part) for w, x, part in zip(weights, read, parts, strict=True)), out]
-
-
 ROWS = [
     (nn.RNNBase, recurrent_rows),
-    (nn.MultiheadAttention, attention_rows),
     (nn.Linear, linear_rows),
     (nn.Module, convolution_rows),
 ]
@@ -150,7 +119,7 @@ def recorded_rows(module):
         with torch.no_grad():
             rows.extend(function(layer, *args, **kwargs))
 
-    layers = (nn.RNNBase, nn.MultiheadAttention, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    layers = (nn.RNNBase, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     handles = [m.register_forward_hook(hook, with_kwargs=True) for m in module.modules() if isinstance(m, layers)]
     try:
         yield rows
@@ -186,7 +155,7 @@ class Reference:
                 samples[weight] = samples.get(weight, 0) + number
         old = {}
         for weight, of_weight in uses.items():
-            biases = list(dict.fromkeys((use.bias, use.bias_offset) for use in of_weight if use.bias is not None))
+            biases = list(dict.fromkeys(use.bias for use in of_weight if use.bias is not None))
             groups = len(of_weight[0].groups)
             for g in range(groups):
                 old[(weight, g)] = self._group(weight, g, groups, of_weight, biases, samples[weight])
@@ -198,17 +167,15 @@ class Reference:
         for use in uses:
             ones = torch.zeros(len(use.groups[g]), len(biases), dtype=weight.dtype)
             if use.bias is not None:
-                ones[:, [bias is use.bias for bias, _ in biases].index(True)] = 1
+                ones[:, [bias is use.bias for bias in biases].index(True)] = 1
             rows.append(torch.cat([use.groups[g], ones], 1))
         X = torch.cat(rows)
         T = sum(len(use.groups[0]) for use in uses) / samples
         outputs = len(weight) // groups
         mine = slice(g * outputs, (g + 1) * outputs)
-        parts = [slice(start + g * outputs, start + (g + 1) * outputs) for _, start in biases]
 
         def joined(get):
-            columns = [get(b)[part][:, None] for (b, _), part in zip(biases, parts, strict=True)]
-            return torch.cat([get(weight)[mine].reshape(outputs, -1), *columns], 1)
+            return torch.cat([get(weight)[mine].reshape(outputs, -1), *(get(b)[mine][:, None] for b in biases)], 1)
 
         theta, gradient = joined(lambda p: p.detach()), joined(lambda p: p.grad)
         P = self.matrices.setdefault((weight, g), torch.eye(X.shape[1], dtype=X.dtype))
@@ -225,7 +192,7 @@ class Reference:
         def write():
             n = theta.shape[1] - len(biases)
             weight.data[mine] = theta[:, :n].reshape(outputs, *weight.shape[1:])
-            for j, ((bias, _), part) in enumerate(zip(biases, parts, strict=True)):
-                bias.data[part] = theta[:, n + j]
+            for j, bias in enumerate(biases):
+                bias.data[mine] = theta[:, n + j]
 
         return write

@@ -37,7 +37,6 @@ EMPTY = {
     "positions": (lambda: nn.Linear(6, 5), (3, 0, 6)),
     "convolution": (lambda: nn.Conv2d(6, 5, 3), (0, 6, 4, 4)),
     "lstm": (lambda: nn.LSTM(6, 5), (3, 0, 6)),
-    "attention": (lambda: nn.MultiheadAttention(6, 2, batch_first=True), (0, 3, 6)),
 }
 
 
@@ -48,7 +47,7 @@ def test_a_layer_that_reads_nothing_keeps_its_weights_until_it_reads_something(n
     optimizer, before = RLS(nn.ModuleList([layer, other]), momentum=0.5), weights(layer)
     for size in (0, 2):
         inputs = torch.zeros([n or size for n in shape], requires_grad=True)
-        outputs = layer(inputs, inputs, inputs) if name == "attention" else layer(inputs)
+        outputs = layer(inputs)
         outputs = outputs[0] if isinstance(outputs, tuple) else outputs
         optimizer.zero_grad()
         (outputs.sum() + other(torch.randn(4, 6)).square().sum()).backward()
@@ -189,21 +188,6 @@ def test_a_layer_that_is_unfrozen_later_follows_the_schedulers_of_before_whateve
     (of_layer,) = [group for group in optimizer.param_groups if any(p is module[0].weight for p in group["params"])]
     assert (of_layer["lr"], of_layer["gradient_scale"]) == (0.5**3, 0.5)
     assert len(optimizer.param_groups) == 3
-
-
-@pytest.mark.parametrize("moment", ["found in the pass", "added as a group"])
-def test_a_bias_of_several_weights_joins_a_group_once(moment):
-    attention = nn.MultiheadAttention(6, 2, kdim=4, vdim=3, batch_first=True).double().requires_grad_(False)
-    module = nn.ModuleList([attention, nn.Linear(6, 3).double()])
-    optimizer = RLS(module)
-    attention.requires_grad_(True)
-    if moment == "added as a group":
-        optimizer.add_param_group({"params": attention.parameters()})
-    outputs, _ = attention(*(torch.randn(2, 5, size).double() for size in (6, 4, 3)))
-    module[1](outputs).square().sum().backward()
-    optimizer.step()
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    assert len(trained) == len(set(trained)) == len(list(module.parameters()))
 
 
 def test_a_group_without_layers_is_one_of_the_auxiliary_optimizer():

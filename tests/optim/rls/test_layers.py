@@ -58,25 +58,6 @@ class Recurrent(nn.Module):
         return output.data if self.packed else output
 
 
-class Attention(nn.Module):
-    def __init__(self, cross=False, causal=False, **options):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, **options)
-        self.cross, self.causal = cross, causal
-
-    def forward(self, x):
-        if self.cross:
-            memory = torch.cat([x, x.flip(1), x], 1)[:, :7]
-            wide = torch.cat([memory, memory.square()[..., :2]], 2)
-            kdim, vdim = self.attention.kdim, self.attention.vdim
-            key, value = (wide if dim == 6 else memory for dim in (kdim, vdim))
-        else:
-            key = value = x
-        arguments = [t if self.attention.batch_first else t.transpose(0, 1) for t in (x, key, value)]
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1) if self.causal else None
-        return self.attention(*arguments, need_weights=False, attn_mask=mask)[0]
-
-
 def seed_of(index):
     return torch.Generator().manual_seed(100 + index)
 
@@ -127,15 +108,6 @@ RECURRENT = [
     ]
 ] + [("RNN_relu", lambda: Recurrent(nn.RNN, nonlinearity="relu", num_layers=2), inputs(3, 4, 3))]
 
-ATTENTION = [
-    ("self_attention", lambda: Attention(batch_first=True), inputs(3, 5, 4)),
-    ("sequence_first", lambda: Attention(), inputs(3, 5, 4)),
-    ("causal", lambda: Attention(causal=True, batch_first=True), inputs(3, 5, 4)),
-    ("no_bias", lambda: Attention(bias=False, batch_first=True), inputs(3, 5, 4)),
-    ("cross_attention", lambda: Attention(cross=True, batch_first=True), inputs(3, 5, 4)),
-    ("other_dimensions", lambda: Attention(cross=True, batch_first=True, kdim=6, vdim=6), inputs(3, 5, 4)),
-]
-
 
 def as_convolution(layer):
     """The convolution, of images with zeros between their places, that computes what a transposed convolution does."""
@@ -176,39 +148,7 @@ TRANSPOSED = [
 ]
 
 
-class Unrolled(nn.Module):
-    """A cell along sequences (N, T, features), that gives all its states.
-
-    Args:
-        start: the state at first: "none", "zeros", or made of the first inputs by "weights".
-        between: what happens to the states: "none", they are "masked", or "detach" after the second step.
-    """
-
-    def __init__(self, kind, start="none", between="none", **options):
-        super().__init__()
-        self.cell = kind(3, 4, **options)
-        self.start, self.between = start, between
-        self.first = nn.Parameter(torch.randn(4, 3), requires_grad=start == "weights")
-
-    def forward(self, x):
-        is_lstm = isinstance(self.cell, nn.LSTMCell)
-        state = {"none": None, "zeros": x.new_zeros(len(x), 4), "weights": x[:, 0] @ self.first.t()}[self.start]
-        if is_lstm and state is not None:
-            state = (state, state)
-        outputs = []
-        for step, inputs in enumerate(x.unbind(1)):
-            state = self.cell(inputs, state)
-            outputs.append(state[0] if is_lstm else state)
-            if self.between == "masked":
-                state = tuple(s * 0.5 for s in state) if is_lstm else state * 0.5
-            if self.between == "detach" and step == 1:
-                state = tuple(s.detach() for s in state) if is_lstm else state.detach()
-        return torch.stack(outputs, 1)
-
-
-CELLS = [(nn.RNNCell, nn.RNN), (nn.LSTMCell, nn.LSTM), (nn.GRUCell, nn.GRU)]
-
-CASES = LINEAR + CONVOLUTIONS + RECURRENT + ATTENTION
+CASES = LINEAR + CONVOLUTIONS + RECURRENT
 OPTIONS = {"ratio": 0.3, "gradient_scale": 0.5, "momentum": 0.4, "l1": 1e-3}
 
 
@@ -268,35 +208,6 @@ def test_the_size_of_the_outputs_may_be_given_to_a_transposed_convolution():
     assert torch.equal(layer.weight, larger.weight)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("cell", "layer"), CELLS)
-def test_a_cell_along_sequences_is_trained_as_the_layer(cell, layer, bias):
-    torch.manual_seed(0)
-    unrolled, whole = Unrolled(cell, bias=bias).double(), Recurrent(layer, bias=bias, batch_first=True).double()
-    for name, parameter in unrolled.cell.named_parameters():
-        getattr(whole.layer, f"{name}_l0").data.copy_(parameter.detach())
-    train(unrolled, whole, inputs(4, 5, 3), micro_batches=2)
-    for name, parameter in unrolled.cell.named_parameters():
-        torch.testing.assert_close(parameter, getattr(whole.layer, f"{name}_l0"), rtol=0, atol=1e-12)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    ("start", "between", "length"),
-    [("none", "none", 6), ("zeros", "none", 6), ("weights", "none", 6), ("none", "masked", 6), ("none", "detach", 6)],
-)
-@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
-def test_the_length_of_the_sequences_of_a_cell_is_seen(cell, start, between, length):
-    """T, of an input weight that reads ones: P along them is 1/(1 + kT·3)."""
-    module = Unrolled(cell, start, between, bias=False).double()
-    optimizer = RLS(module, ratio=1.0, auxiliary=torch.optim.SGD if start == "weights" else None)
-    for _ in range(2):  # two backward passes before the step
-        module(torch.ones(4, 6, 3, dtype=torch.float64)).square().mean().backward()
-    optimizer.step()
-    along = optimizer.state["rls"]["cell.weight_ih"]["P"][0].sum() / 3
-    assert along.item() == pytest.approx(1 / (1 + 3 * length), rel=1e-12)
-
-
 class Shared(nn.Module):
     """One layer for each part of the inputs (M, parts, ...)."""
 
@@ -314,10 +225,9 @@ class Shared(nn.Module):
     [
         (lambda: nn.Linear(3, 2, bias=False), "layer.weight", (3,), 5),
         (lambda: nn.Conv1d(3, 2, 1, bias=False), "layer.weight", (3, 7), 5),
-        (lambda: nn.RNNCell(3, 2, bias=False), "layer.weight_ih", (3,), 5),
         (lambda: First(nn.RNN(3, 2, bias=False, batch_first=True)), "layer.inner.weight_ih_l0", (7, 3), 35),
     ],
-    ids=["linear", "convolution", "cells of sequences of one", "recurrent"],
+    ids=["linear", "convolution", "recurrent"],
 )
 def test_rows_of_all_uses_in_a_pass_count(layer, weight, shape, length, micro_batches):
     """T is the number of rows of a sample: P along inputs of ones is 1/(1 + kT·3)."""
@@ -330,28 +240,10 @@ def test_rows_of_all_uses_in_a_pass_count(layer, weight, shape, length, micro_ba
     assert along.item() == pytest.approx(1 / (1 + 0.3 * length), rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["linear", "few_rows", "twice", "tied", "groups", "LSTM_stacked", "cross_attention"])
+@pytest.mark.parametrize("name", ["linear", "few_rows", "twice", "tied", "groups", "LSTM_stacked"])
 def test_micro_batches_are_one_batch(name):
     build, batches = next(c[1:] for c in CASES if c[0] == name)
     assert largest_difference(build, batches, micro_batches=3, **OPTIONS) <= 1e-12
-
-
-def test_the_output_projection_of_attention_is_seen_to_read_what_dropout_left():
-    torch.manual_seed(0)
-    layer, batch = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True).double(), inputs(3, 5, 4)(0)
-    optimizer = RLS(layer, ratio=0.3)
-    with torch.no_grad():
-        identity = copy.deepcopy(layer)
-        identity.out_proj.weight.copy_(torch.eye(4))
-        identity.out_proj.bias.zero_()
-        torch.manual_seed(7)
-        attended = identity(batch, batch, batch, need_weights=False)[0]
-    torch.manual_seed(7)
-    layer(batch, batch, batch, need_weights=False)[0].square().mean().backward()
-    optimizer.step()
-    mean = torch.cat([attended.flatten(0, 1).mean(0), torch.ones(1, dtype=torch.float64)])
-    expected = torch.linalg.inv(torch.eye(5, dtype=torch.float64) + 0.3 * torch.outer(mean, mean))
-    torch.testing.assert_close(optimizer.state["rls"]["out_proj.weight"]["P"][0], expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("option", ["momentum", "l1", "gradient_scale", "ratio"])
@@ -402,3 +294,14 @@ def test_input_and_recurrent_weights_can_have_scales_of_their_own():
     )
     assert torch.equal(half["weight_ih_l0"], whole["weight_ih_l0"])
     torch.testing.assert_close(half["weight_hh_l0"], 0.5 * whole["weight_hh_l0"])
+
+
+@pytest.mark.parametrize(
+    "other", [lambda: nn.MultiheadAttention(4, 2), lambda: nn.LSTMCell(4, 3), lambda: nn.GRUCell(4, 3)]
+)
+def test_cells_and_attention_are_trained_by_the_auxiliary_optimizer(other):
+    module = nn.ModuleList([nn.Linear(4, 3), other()])
+    of_others = RLS(module, auxiliary=torch.optim.SGD).auxiliary.param_groups[0]["params"]
+    assert set(of_others) == set(module[1].parameters())
+    with pytest.raises(ValueError, match="RLS does not train 1"):
+        RLS(module)

@@ -55,7 +55,7 @@ def add_adapters(
         model = merge_adapters(model)
 
     Until it is trained, the model gives the same outputs as before. Linear layers are ``nn.Linear``, layers that were
-    declared or are recognised as linear (transformers' ``Conv1D``), 1 x 1 convolutions without groups or padding, and
+    declared to be linear (as transformers' ``Conv1D``), 1 x 1 convolutions without groups or padding, and
     the projections of ``nn.MultiheadAttention``, which are selected as ``q_proj``, ``k_proj``, ``v_proj`` and
     ``out_proj`` below its name. Each becomes an :class:`AdaptedLinear` whose ``base`` is the old layer, with its hooks
     and its parameters; only attention stays, with parametrized weights. A layer that is used in several places gets one

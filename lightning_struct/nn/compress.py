@@ -60,7 +60,7 @@ def compress(
         print(replacement_report(model))
         trainer.fit(module, loader)    # the low ranks are only a starting point: fine-tune
 
-    It may replace ``nn.Linear`` and layers that are declared or recognised as linear, convolutions without groups (as a
+    It may replace ``nn.Linear`` and layers that are declared to be linear, convolutions without groups (as a
     matrix from patches to channels), and the projections of ``nn.MultiheadAttention``. A layer that shares its weight
     with another module, such as a head tied to an embedding, stays.
 

@@ -141,7 +141,7 @@ class AdaptedLinear(nn.Module):
     :func:`add_adapters` puts such layers into a model, and :func:`merge_adapters` removes them.
 
     Args:
-        base: an ``nn.Linear``, or another layer that is declared or recognised as affine, such as transformers'
+        base: an ``nn.Linear``, or another layer that is declared to be affine, such as transformers'
             ``Conv1D``; or a 1 x 1 convolution, whose channels are the features.
         adapter: a structured layer of the same sizes as ``base``, without a bias; its first factor is set to zero.
         scale: see :class:`StructuredUpdate`.

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from lightning_struct.functional import Matrix, register_layer
 from lightning_struct.nn import STRUCTURED_CLASSES
 from lightning_struct.nn.classic import GeneratorLinear
 
@@ -70,6 +71,9 @@ class Conv1D(nn.Module):
     def forward(self, x):
         size_out = x.size()[:-1] + (self.nf,)
         return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
+
+
+register_layer(Conv1D, Matrix("weight", "bias", transposed=True))
 
 
 class Dense(nn.Module):

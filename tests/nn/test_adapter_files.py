@@ -255,7 +255,7 @@ def test_what_several_adapters_cannot_do_is_refused_and_nothing_changes(base, tr
         load_adapters(other, tmp_path, "third")
 
 
-def test_layers_that_are_recognised_by_their_results_are_found_again(tmp_path):
+def test_layers_of_transformers_are_found_again(tmp_path):
     model = add_adapters(nn.Sequential(Conv1D(6, 8)), LowRank)
     base = nn.Sequential(copy.deepcopy(model[0].base))
     save_adapters(model, tmp_path)

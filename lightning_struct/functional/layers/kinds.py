@@ -9,7 +9,7 @@ have.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -45,25 +45,6 @@ class Matrix(NamedTuple):
     transposed: bool = False
 
 
-@dataclass(frozen=True)
-class ElementwiseForm:
-    """An output y = a(x) + Σ_p p ⊙ b_p(x) of the shape of the input x: parameters p scale or shift its features.
-
-    It is that of inputs with one number of dimensions.
-
-    Attributes:
-        channels_first: the features are in the second dimension, else in the last.
-        pointwise: features are in the last dimension, and no position of the others depends on another one.
-        vanishes: a = 0.
-        shifts: the names of the parameters with b = 1.
-    """
-
-    channels_first: bool
-    pointwise: bool
-    vanishes: bool
-    shifts: frozenset[str]
-
-
 @dataclass(frozen=True, eq=False)
 class LayerKind:
     """Declaration of one kind of layers: its attributes that are functions take a layer.
@@ -75,9 +56,6 @@ class LayerKind:
         hidden_layers: layers below them whose parameters their ``forward`` uses without calling them.
         rule: how to read off each sample's share, instead of the rule of ``base``.
         declared: by ``register_layer``; layers are then checked against the declaration.
-        recognized: by the results of a layer (see :mod:`~lightning_struct.functional.layers.recognition`).
-        forms: how the parameters scale and shift the features, by the number of dimensions of the input, for layers
-            without matrices that were recognized by that.
     """
 
     base: type[nn.Module] | None
@@ -86,8 +64,6 @@ class LayerKind:
     hidden_layers: Callable[[Any], Collection[nn.Module]] = lambda layer: ()
     rule: ContributionRule | None = None
     declared: bool = False
-    recognized: bool = False
-    forms: Mapping[int, ElementwiseForm] | None = None
 
     @property
     def is_affine(self) -> bool:
@@ -155,6 +131,13 @@ _COUPLING_OF_TORCH: dict[type[nn.Module], Callable[[Any], bool]] = {
     nn.modules.batchnorm._BatchNorm: lambda layer: layer.training or layer.running_mean is None
 }
 
+# Layers of other libraries, by their modules and names: nobody has to import the libraries.
+_OF_OTHERS: dict[tuple[str, str], LayerKind] = {
+    ("transformers.pytorch_utils", "Conv1D"): LayerKind(
+        nn.Linear, matrices=lambda layer: [Matrix("weight", "bias", transposed=True)]
+    )
+}
+
 # Declarations by ``register_layer`` go before those of torch's layers.
 KINDS: ChainMap[type[nn.Module], LayerKind] = ChainMap({}, _OF_TORCH)
 COUPLING: ChainMap[type[nn.Module], Callable[[Any], bool]] = ChainMap({}, _COUPLING_OF_TORCH)
@@ -166,7 +149,7 @@ _FORWARDS = ("forward", "_conv_forward")
 def kind_of_type(layer_type: type[nn.Module]) -> LayerKind | None:
     """The kind of a type, or of the nearest base that has one, if the type has its ``forward``."""
     for base in layer_type.__mro__:
-        if (kind := KINDS.get(base)) is not None:
+        if (kind := _kind_at(base)) is not None:
             same = all(getattr(layer_type, name, None) is getattr(base, name, None) for name in _FORWARDS)
             return kind if same else None
     return None
@@ -174,7 +157,11 @@ def kind_of_type(layer_type: type[nn.Module]) -> LayerKind | None:
 
 def nearest_kind(layer_type: type[nn.Module]) -> LayerKind | None:
     """The kind of the nearest base that has one, whatever the type's own ``forward`` is."""
-    return next((KINDS[base] for base in layer_type.__mro__ if base in KINDS), None)
+    return next((kind for base in layer_type.__mro__ if (kind := _kind_at(base)) is not None), None)
+
+
+def _kind_at(base: type) -> LayerKind | None:
+    return KINDS.get(base) or _OF_OTHERS.get((base.__module__, base.__name__))
 
 
 def couples_samples(layer: nn.Module) -> bool:

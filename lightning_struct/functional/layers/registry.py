@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 from lightning_struct.functional.checks import checked
 from lightning_struct.functional.layers import kinds
 from lightning_struct.functional.layers.calls import LayerCall
-from lightning_struct.functional.layers.recognition import forget_recognized, recognized_kind
 
 
 @checked
@@ -32,8 +31,9 @@ def register_layer(
     the type and for its subclasses that do not override ``forward``, and replaces an earlier one. Declare before an
     optimizer or a recorder is made.
 
-    - ``register_layer(Conv1D, Matrix("weight", "bias", transposed=True))``: an affine map y = x Wᵀ + b over the last
-      dimension of the first argument, under these names. It is served wherever ``nn.Linear`` is.
+    - ``register_layer(Transposed, Matrix("weight", "bias", transposed=True))``: an affine map y = x Wᵀ + b over the
+      last dimension of the first argument, under these names. It is served wherever ``nn.Linear`` is. ``Conv1D`` of
+      transformers is declared so already.
     - ``register_layer(MyLSTM, like=nn.LSTM)``: a call has the result of ``nn.LSTM`` for the same arguments, with
       parameters of the same names. Calls with further arguments are left out of the gradient norms.
     - ``register_layer(Scale, rule=function)``, or ``@register_layer(Scale)`` above the function: how each sample's
@@ -108,7 +108,6 @@ def register_layer(
         kinds.KINDS[layer_type] = kind
     if couples_samples is not None:
         kinds.COUPLING[layer_type] = couples_samples if callable(couples_samples) else lambda _: bool(couples_samples)
-    forget_recognized()
     return None
 
 
@@ -131,19 +130,16 @@ def unregister_layer(layer_type: type[nn.Module]) -> None:
     """
     kinds.KINDS.maps[0].pop(layer_type, None)
     kinds.COUPLING.maps[0].pop(layer_type, None)
-    forget_recognized()
 
 
 def kind_of(layer: nn.Module) -> kinds.LayerKind | None:
-    """The kind of the layer's type, of the base whose ``forward`` it has, or by its results; None without one.
+    """The kind of the layer's type, or of the base whose ``forward`` it has; None without one.
 
     Raises:
         ValueError: the type was declared by a matrix that the layer does not have.
     """
     kind = kinds.kind_of_type(type(layer))
-    if kind is None:
-        return recognized_kind(layer)
-    if kind.is_affine and kind.declared:
+    if kind is not None and kind.is_affine and kind.declared:
         for matrix in kind.matrices(layer):
             _check_matrix(layer, matrix)
     return kind

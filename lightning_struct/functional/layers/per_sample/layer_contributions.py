@@ -6,10 +6,9 @@ under ``torch.func.vmap``, and measured if that gives the outputs that it gave b
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from lightning_struct.functional.checks import first_line
 from lightning_struct.functional.layers import registry
 from lightning_struct.functional.layers.calls import LayerCall, admissible_sizes, map_leaves, tensors_in
-from lightning_struct.functional.layers.kinds import ContributionRule, ElementwiseForm
+from lightning_struct.functional.layers.kinds import ContributionRule
 from lightning_struct.functional.layers.per_sample import Contribution, Dense, Lookup, Outer, Uncovered, sample_layout
 from lightning_struct.functional.layers.per_sample.contributions import (
     NUMBERS_AT_A_TIME,
@@ -32,7 +31,6 @@ from lightning_struct.functional.layers.per_sample.contributions import (
     row_norms,
 )
 from lightning_struct.functional.layers.per_sample.recurrent import cell_contributions, recurrent_contributions
-from lightning_struct.functional.layers.recognition import run_with
 
 # Per-sample gradients of a layer without a rule are all kept until the layer's other uses are known, of so many numbers
 # at most (1 GiB in float32).
@@ -101,7 +99,7 @@ def contributions_by_vmap(call: LayerCall) -> dict[str, Contribution]:
         reason = first_line(error)
         if "randomness" in reason:  # torch names arguments of vmap, which nobody here can give
             raise CannotRunAgain("it has no rule, and it draws random numbers, as by dropout") from error
-        raise CannotRunAgain(f"it has no rule, and torch.func cannot run it: {reason}") from error
+        raise CannotRunAgain(f"it has no rule (see register_layer), and torch.func cannot run it: {reason}") from error
     for i, result in zip(reached, results, strict=True):
         _check_same(recorded[i], result.movedim(0, dimension).flatten(dimension, dimension + 1))
     return {name.removeprefix("layer."): Dense(gradient) for name, gradient in gradients.items()}
@@ -226,8 +224,6 @@ def contributions(call: LayerCall) -> dict[str, Contribution]:
     try:
         of_base = registry.base_call(call)
     except ValueError as problem:
-        if reader.recognized:  # by its calls without further arguments
-            return contributions_by_vmap(call)
         raise Uncovered(f"its call cannot be read: {problem}") from problem
     return reader.rule(of_base)
 
@@ -251,15 +247,12 @@ class Reader:
         rule: the rule.
         runs_again: whether it runs the layer again. A recurrent one may have dropout inside.
         declared: whether it comes from :func:`~lightning_struct.functional.layers.registry.register_layer`.
-        recognized: whether it was found by the results of the layer. It is run again for an argument that its rule does
-            not know.
         is_known: False for layers without a rule, which are run again under ``torch.func.vmap``.
     """
 
     rule: ContributionRule
     runs_again: bool = False
     declared: bool = False
-    recognized: bool = False
     is_known: bool = True
 
 
@@ -270,10 +263,7 @@ def reader_of(layer: nn.Module) -> Reader:
         return _BY_VMAP
     if kind.rule is not None:
         return Reader(kind.rule, declared=True)
-    if kind.forms is not None:
-        return Reader(partial(_elementwise, forms=kind.forms), recognized=True)
-    reader = _BY_VMAP if kind.base is None else _READERS.get(kind.base, _BY_VMAP)
-    return replace(reader, recognized=True) if kind.recognized and reader.is_known else reader
+    return _BY_VMAP if kind.base is None else _READERS.get(kind.base, _BY_VMAP)
 
 
 def _checked(layer: nn.Module, shares: dict[str, Contribution]) -> dict[str, Contribution]:
@@ -368,9 +358,11 @@ def _normalization(call: LayerCall) -> dict[str, Contribution]:
 
     shares: dict[str, Contribution] = {}
     if call.trains("weight"):  # by which the layer multiplies the normalised inputs
-        neutral = {name: inputs.new_full(p.shape, name == "weight") for name, p in own.items()}
+        bare = _Bare(layer)
+        neutral = {f"layer.{name}": inputs.new_full(p.shape, name == "weight") for name, p in own.items()}
+        neutral |= {name: buffer.clone() for name, buffer in bare.named_buffers()}
         with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
-            shares["weight"] = share(run_with(layer, neutral, inputs) * delta)
+            shares["weight"] = share(functional_call(bare, neutral, (inputs,)) * delta)
     if call.trains("bias"):
         shares["bias"] = share(delta)
     return shares
@@ -380,34 +372,6 @@ def _base(layer: nn.Module) -> type[nn.Module]:
     kind = registry.kind_of(layer)
     assert kind is not None and kind.base is not None
     return kind.base
-
-
-def _elementwise(call: LayerCall, forms: Mapping[int, ElementwiseForm]) -> dict[str, Contribution]:
-    """The factors of the parameters, by running the layer with all others at zero."""
-    form = forms.get(call.input.ndim)
-    if form is None or len(call.args) + len(call.kwargs) > 1:  # it was recognized by calls with the input alone
-        return contributions_by_vmap(call)
-    layer, inputs, delta = call.layer, at_least_float32(call.input), at_least_float32(call.cotangent)
-    layout = sample_layout.sample_layout(inputs.shape, inputs.ndim - 1 if form.pointwise else 1, call)
-    own = {name: p for name, p in layer._parameters.items() if p is not None}
-    zeros = {name: torch.zeros_like(p, dtype=inputs.dtype) for name, p in own.items()}
-    shares: dict[str, Contribution] = {}
-    with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
-        origin = None if form.vanishes else run_with(layer, zeros, inputs)
-        for name in filter(call.trains, own):
-            product = delta
-            if name not in form.shifts:
-                factor = run_with(layer, {**zeros, name: torch.ones_like(zeros[name])}, inputs)
-                product = delta * (factor if origin is None else factor - origin)
-            gradients = layout.arranged(product).sum(1)
-            if own[name].numel() == 1:
-                gradients = gradients.flatten(1).sum(1)
-            elif form.channels_first:
-                gradients = gradients.flatten(2).sum(2) if gradients.ndim > 2 else gradients
-            else:
-                gradients = gradients.flatten(1, -2).sum(1) if gradients.ndim > 2 else gradients
-            shares[name] = Dense(gradients.reshape(-1, *own[name].shape))
-    return shares
 
 
 def _parametric_relu(call: LayerCall) -> dict[str, Contribution]:

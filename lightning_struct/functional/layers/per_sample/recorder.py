@@ -82,11 +82,11 @@ def pending_call(call: LayerCall, parameters: dict[str, nn.Parameter], state: Ra
     """
     args, kwargs = _detached((call.args, call.kwargs))
     reader, outputs = reader_of(call.layer), None
-    if reader.runs_again or reader.declared or reader.recognized:
+    if reader.runs_again or reader.declared:
         # if they are compared they must be those of the call, which the next layer may write over
         outputs = _detached(call.outputs, copy=not reader.is_known or draws_random_numbers(call.layer))
     pending = PendingCall(replace(call, args=args, kwargs=kwargs, outputs=outputs), parameters, current_backward())
-    if reader.runs_again or reader.recognized:
+    if reader.runs_again:
         device = tensors_in(outputs)[0].device.type
         pending.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         pending.random_state = state

@@ -14,7 +14,6 @@ from lightning_struct.functional.layers.per_sample.layer_contributions import co
 from lightning_struct.functional.layers.registry import owned_parameters
 from lightning_struct.nn import LDRSubdiagonal
 from tests.cases import gaussian
-from tests.functional.layers.test_recognition import ChannelScale
 
 
 def integers(high: int, *shape: int) -> Tensor:
@@ -180,11 +179,9 @@ def test_the_samples_are_in_the_second_dimension_where_the_sequence_comes_first(
         (lambda: nn.PReLU(3), gaussian(6, 3, 2)),
         (lambda: nn.BatchNorm2d(2), gaussian(6, 2, 3, 3)),
         (lambda: nn.PReLU(2), gaussian(6, 2, 3)),
-        (lambda: ChannelScale(2), gaussian(6, 2, 3)),
     ],
     ids=["linear", "linear, positions", "conv1d", "conv2d", "conv_transpose2d", "batch_norm", "layer_norm", "embedding",
-         "prelu", "batch_norm, as many channels as samples", "prelu, as many channels as samples",
-         "channel scale, as many channels as samples"],
+         "prelu", "batch_norm, as many channels as samples", "prelu, as many channels as samples"],
 )  # fmt: skip
 def test_consecutive_rows_belong_to_one_sample(make: Callable[[], nn.Module], inputs: Tensor) -> None:
     assert_shares_are_right(made(make), inputs, samples=2, rows=3)

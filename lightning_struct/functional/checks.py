@@ -67,6 +67,31 @@ def check_dense(what: str, value: object, *, has_numbers: bool = False) -> None:
         raise TypeError(f"{what} must be a dense tensor{numbers}, got {_described(value)}")
 
 
+def as_tensor(what: str, value: object) -> Tensor:
+    """The tensor of a tensor, an array of NumPy or pandas, or a list of numbers (float64), which holds numbers.
+
+    Args:
+        what: the subject of the message.
+        value: it.
+
+    Raises:
+        TypeError: it is none of them, or is sparse, quantised or on the meta device.
+
+    Example:
+        >>> as_tensor("x", [1, 2.5])
+        tensor([1.0000, 2.5000], dtype=torch.float64)
+    """
+    try:
+        if isinstance(value, (int, float, list, tuple)):
+            value = torch.tensor(value, dtype=torch.float64)
+        elif not isinstance(value, Tensor) and hasattr(value, "__array__"):
+            value = torch.tensor(value.__array__())
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{what} must hold numbers in one rectangular array: {first_line(error)}") from None
+    check_dense(what, value, has_numbers=True)
+    return value  # type: ignore[return-value]
+
+
 def require_real(dimensions: int | None = None, /, **tensors: Tensor) -> None:
     """Refuse other dtypes than real floating-point numbers, and other numbers of dimensions.
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 __all__ = [
     "FakeTensor", "TorchDispatchMode", "call_with", "current_backward", "denormals_flushed", "in_eval_mode",
     "is_functorch_wrapped_tensor", "is_recorded", "norms_of_each", "opaque_operator",
-    "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "writes_in_place",
+    "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "triangular_factor", "writes_in_place",
 ]  # fmt: skip
 from torch.func import functional_call
 
@@ -43,6 +43,17 @@ def is_recorded() -> bool:
 def norms_of_each(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
     """The Euclidean norm of each tensor, all at once; computed in ``dtype`` if one is given."""
     return torch._foreach_norm(list(tensors), 2, dtype)
+
+
+def triangular_factor(matrix: Tensor) -> Tensor:
+    """R of the QR decomposition of a matrix (..., m, n): upper triangular, (..., min(m, n), n).
+
+    ``torch.linalg.qr(mode="r")`` and ``Tensor.triu`` share the smallest matrix among all threads, which takes
+    milliseconds if other programs run (torch 2.14).
+    """
+    columns = torch.arange(matrix.shape[-1], device=matrix.device)
+    rows = columns[: matrix.shape[-2], None]
+    return torch.geqrf(matrix)[0][..., : len(rows), :].where(rows <= columns, 0.0)
 
 
 def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...]) -> Any:

@@ -1,6 +1,6 @@
 """Small nonlinear least-squares problems, one or thousands at once: the method of Levenberg, Marquardt and Moré."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.func import jacfwd, vmap
 
-from lightning_struct.functional.checks import check_dense, checked, is_integer, is_real
+from lightning_struct.functional.checks import as_tensor, checked, first_line, is_integer, is_real
+from lightning_struct.functional.torch_tools import triangular_factor
 
 Bounds: TypeAlias = Sequence[Any] | Tensor
 """Lower and upper bounds of the parameters, each a number, a sequence of P numbers, or a tensor (P,)."""
@@ -65,15 +66,19 @@ class CurveFit:
         """The square roots of the diagonal of the covariance, (..., P)."""
         return self.covariance.diagonal(dim1=-2, dim2=-1).sqrt()
 
+    def __iter__(self) -> Iterator[Tensor]:
+        """Refuse ``popt, pcov = curve_fit(...)``: the result has names."""
+        raise TypeError("a CurveFit has no order: write fit = curve_fit(...), then fit.parameters and fit.covariance")
+
 
 @checked
 def curve_fit(
     f: Callable[..., Tensor],
-    x: Tensor,
-    y: Tensor,
-    p0: Tensor | Sequence[float],
+    x: Any,
+    y: Any,
+    p0: Any,
     *,
-    sigma: float | Tensor | None = None,
+    sigma: Any = None,
     bounds: Bounds | None = None,
     absolute_sigma: bool = False,
     loss: str = "squared",
@@ -88,16 +93,18 @@ def curve_fit(
         fit = curve_fit(lambda x, a, b: a * torch.exp(-b * x), x, y, p0=[1.0, 1.0])
         print(fit.parameters, fit.standard_errors)
 
-    Derivatives are exact. Use float64: float32 ends at about three digits.
+    Derivatives are exact. Use float64: float32 ends at about three digits. x, y, p0 and sigma are tensors, arrays of
+    NumPy, or lists of numbers; the results are tensors in the dtype of y.
 
     Args:
         f: called as ``f(x, *parameters)`` for one fit, returns (N,) or any shape of N numbers. The parameters are
-            scalars, or (N,) with one value for each row if f treats rows alike.
+            scalars, or (N,) with one value for each row if f treats rows alike. It computes by functions of torch.
         x: whatever ``f`` takes: (N, ...), the same for all fits, or (..., N, ...) with one for each.
         y: measurements, (N,) or (..., N).
         p0: first parameters, (P,), or (..., P) for as many independent fits. Several starts for the same y are
             independent fits, too.
-        sigma: standard deviations of y, a number or shaped as y; residuals are divided by them.
+        sigma: standard deviations of y, a number or shaped as y; residuals are divided by them. An infinite one masks a
+            measurement: it does not count, whatever it is.
         bounds: lower and upper ones, infinite if a side has none.
         absolute_sigma: whether ``sigma`` is in the unit of y: the covariance is then not scaled by s².
         loss: ``"squared"``, or ``"soft_l1"``, ``"huber"`` or ``"cauchy"``, which outliers influence less.
@@ -108,7 +115,7 @@ def curve_fit(
     Raises:
         ValueError: y, x, p0, sigma or bounds do not fit together; there are fewer measurements than parameters; p0 is
             outside of the bounds; a setting is out of range.
-        TypeError: a tensor is not of real floating point.
+        TypeError: numbers are not real; ``f`` calls functions of NumPy.
 
     Example:
         >>> x = torch.linspace(0, 4, 50, dtype=torch.float64)
@@ -118,33 +125,41 @@ def curve_fit(
         >>> fit.converged.item()
         True
     """
-    y = _real("y", y)
-    p0 = _real("p0", p0 if isinstance(p0, Tensor) else torch.tensor(p0, dtype=y.dtype)).to(y)
+    x, y = as_tensor("x", x), _real("y", y)
+    p0 = _real("p0", p0).to(y)
     batch, N = p0.shape[:-1], y.shape[-1] if y.dim() else 0
     if not p0.dim() or y.shape not in (batch + (N,), (N,)) or not N:
         raise ValueError(f"y must be (N,) or p0's leading dimensions and N, but y is {_shape(y)} and p0 {_shape(p0)}")
     if N < p0.shape[-1]:
         raise ValueError(f"y has {N} values for {p0.shape[-1]} parameters: give as many values at least")
-    weights = torch.as_tensor(1.0 if sigma is None else sigma, dtype=y.dtype, device=y.device)
+    weights = _real("sigma", 1.0 if sigma is None else sigma).to(y)
     if weights.shape not in ((), (N,), y.shape) or not bool((weights > 0).all()):
         raise ValueError(f"sigma must be positive, a number or shaped as y {_shape(y)}, but is {_shape(weights)}")
-    if not isinstance(x, Tensor) or x.shape[:1] != (N,) and x.shape[: len(batch) + 1] != batch + (N,):
-        raise ValueError(f"x must be a tensor with {N} rows, as y has values, but is {_shape(x)}")
+    if x.shape[:1] != (N,) and x.shape[: len(batch) + 1] != batch + (N,):
+        raise ValueError(f"x must have {N} rows, as y has values, but is {_shape(x)}")
     shared = x.shape[: len(batch) + 1] != batch + (N,)
     xs = (x.expand(batch + x.shape) if shared else x).flatten(0, len(batch) - 1) if batch else x[None]
     data = [xs, y.expand(batch + (N,)), weights.expand(batch + (N,))]
 
     def residuals(p: Tensor, x: Tensor, y: Tensor, sigma: Tensor) -> Tensor:
-        values = f(x, *p.unbind())
+        try:
+            values = f(x, *p.unbind())
+        except (RuntimeError, TypeError) as error:
+            if "numpy" not in str(error):
+                raise
+            raise TypeError(
+                f"f must compute by functions of torch, such as torch.exp instead of numpy.exp: {first_line(error)}"
+            ) from error
         if not isinstance(values, Tensor) or values.numel() != N:
             raise ValueError(
                 f"f must return {N} numbers in a tensor, one for each row of x, but returns {_shape(values)}"
             )
-        return (values.reshape(-1) - y) / sigma
+        return torch.where(sigma.isinf(), 0.0, (values.reshape(-1) - y) / sigma)
 
     flat = [data[0], *(of_data.reshape(-1, N) for of_data in data[1:])]
     evaluate = _by_rows(residuals, p0.reshape(-1, p0.shape[-1]), flat)
-    return _fits(evaluate, p0, flat, bounds, loss, scale, max_steps, tolerance, scaled=not absolute_sigma)
+    counts = flat[2].isfinite().sum(1)
+    return _fits(evaluate, p0, flat, bounds, loss, scale, max_steps, tolerance, counts, scaled=not absolute_sigma)
 
 
 @checked
@@ -184,7 +199,7 @@ def levenberg_marquardt(
     """
     parameters, batch = _real("parameters", parameters), parameters.shape[:-1]
     for number, of_data in enumerate(data):
-        check_dense(f"data {number}", of_data, has_numbers=True)
+        as_tensor(f"data {number}", of_data)
         if of_data.shape[: len(batch)] != batch:
             raise ValueError(
                 f"data {number} must begin with the dimensions {tuple(batch)} of the problems, but is {_shape(of_data)}"
@@ -197,11 +212,14 @@ Evaluate = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
 """Parameters (B, P) and the data of B problems -> residuals (B, N) and Jacobians (B, N, P)."""
 
 
-def _real(name: str, value: Tensor) -> Tensor:
-    check_dense(name, value, has_numbers=True)
-    if not value.is_floating_point():
-        raise TypeError(f"{name} must be a tensor of real floating point, but is {value.dtype}")
-    return value.detach()
+def _real(name: str, value: Any) -> Tensor:
+    """A value as a tensor of real floating point; whole numbers that are no tensor become float64."""
+    tensor = as_tensor(name, value)
+    if not isinstance(value, Tensor) and not (tensor.is_floating_point() or tensor.is_complex()):
+        tensor = tensor.double()
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} must hold real floating-point numbers, but is {tensor.dtype}")
+    return tensor.detach()
 
 
 def _shape(value: Any) -> Any:
@@ -290,9 +308,11 @@ def _fits(
     scale: float,
     max_steps: int,
     tolerance: float,
+    counts: Tensor | None = None,
     *,
     scaled: bool = True,
 ) -> CurveFit:
+    """The fits of all problems; ``counts`` (B,) are the numbers of residuals that count, None: all."""
     if loss not in _LOSSES:
         raise ValueError(f"loss must be one of {', '.join(map(repr, _LOSSES))}, but is {loss!r}")
     for name, number in (("scale", scale), ("tolerance", tolerance)):
@@ -312,9 +332,11 @@ def _fits(
         held = torch.zeros_like(p, dtype=torch.bool) if limits is None else (p <= limits[0]) | (p >= limits[1])
         covariance = inverse_of_normal_matrices(J.masked_fill(held[:, None], 0.0), held)
         if scaled:
-            degrees = r.shape[1] - count
-            variance = r.square().sum(1) / degrees if degrees > 0 else torch.full_like(r[:, 0], torch.inf)
-            covariance = torch.where(held[:, None] | held[:, :, None], 0.0, covariance * variance[:, None, None])
+            degrees = (torch.full_like(r[:, 0], r.shape[1]) if counts is None else counts) - count
+            scaled_by = r.square().sum(1) / degrees.clamp(min=1)
+            unknown = covariance.isinf() | (degrees <= 0)[:, None, None]
+            covariance = torch.where(unknown, torch.inf, covariance * scaled_by[:, None, None])
+            covariance = torch.where(held[:, None] | held[:, :, None], 0.0, covariance)
     return CurveFit(
         p.reshape(start.shape),
         covariance.reshape(*batch, count, count),
@@ -330,7 +352,7 @@ def inverse_of_normal_matrices(J: Tensor, held: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(J, dim=1)
     scale = torch.where(norms > 0, norms, 1.0)
     rows = torch.cat([(J / scale[:, None]).nan_to_num(), torch.diag_embed(held.to(J.dtype))], 1)
-    R = torch.linalg.qr(rows, mode="r")[1]
+    R = triangular_factor(rows)
     diagonal = R.diagonal(dim1=1, dim2=2).abs()
     is_singular = (diagonal <= torch.finfo(R.dtype).eps * R.shape[1]).any(1) | ~J.isfinite().all(2).all(1)
     eye = torch.eye(R.shape[1], dtype=R.dtype, device=R.device)
@@ -345,7 +367,7 @@ def _triangular(A: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """R (B, P, P), upper triangular, and z = R⁻ᵀ Aᵀ b (B, P) with RᵀR = AᵀA, of A (B, M, P) and b (B, M)."""
     count = A.shape[2]
     if len(A) <= _BY_QR:
-        R = torch.linalg.qr(torch.cat([A, b[:, :, None]], 2), mode="r")[1]
+        R = triangular_factor(torch.cat([A, b[:, :, None]], 2))
         return R[:, :count, :count], R[:, :count, count]
     L, info = torch.linalg.cholesky_ex(A.mT @ A)
     R, z = L.mT, torch.linalg.solve_triangular(L, A.mT @ b[:, :, None], upper=False)[..., 0]
@@ -373,12 +395,13 @@ def _step(R: Tensor, z: Tensor, D: Tensor, radius: Tensor, damping: Tensor) -> t
     lowest = ((length - radius) / (radius * slope)).nan_to_num(0.0, 0.0, 0.0)
     gradient = (R.mT @ z[:, :, None])[..., 0] / D
     highest = torch.maximum(torch.linalg.vector_norm(gradient, dim=1) / radius, lowest)
-    current = torch.where(damping > 0, damping, lowest).clamp(torch.maximum(lowest, _LEAST * highest), highest)
-    current = torch.where(is_short, 0.0, current)
+    least = torch.maximum(lowest, _LEAST * highest)
+    lowest = torch.where(length.isfinite(), lowest, least)  # a singular R has no step without damping
+    current = torch.where(is_short, 0.0, torch.where(damping > 0, damping, lowest).clamp(least, highest))
     for _ in range(_SEARCHES):
         below = torch.diag_embed(current.sqrt()[:, None] * D)
         d, length, slope = solve(*_triangular(torch.cat([R, below], 1), torch.cat([z, torch.zeros_like(z)], 1)))
-        is_found = is_short | ((length - radius).abs() <= 0.1 * radius)
+        is_found = is_short | ((length - radius).abs() <= 0.1 * radius) | ((length < radius) & (current <= lowest))
         if bool(is_found.all()):
             break
         lowest = torch.where(length > radius, torch.maximum(lowest, current), lowest)

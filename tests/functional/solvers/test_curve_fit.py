@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import exp
@@ -184,6 +185,34 @@ def test_a_covariance_that_there_is_none_of_is_infinite(decays, values):
     assert fit.covariance.isinf().all()
 
 
+def test_parameters_without_influence_at_the_start_do_not_stop_a_fit():
+    x = torch.linspace(0, 6, 80, dtype=torch.float64)
+    wave = curve_fit(lambda x, a, w, p: a * torch.sin(w * x + p), x, 2 * torch.sin(1.3 * x + 0.4), [0.0, 1.25, 0.4])
+    torch.testing.assert_close(wave.parameters, torch.tensor([2.0, 1.3, 0.4], dtype=torch.float64))
+    unused = curve_fit(lambda x, a, b: a * x + 0 * b, x, 3 * x, [1.0, 1.0])
+    torch.testing.assert_close(unused.parameters, torch.tensor([3.0, 1.0], dtype=torch.float64))
+    assert unused.converged and unused.steps < 10 and unused.covariance.isinf().all()
+
+
+def test_infinite_sigma_masks_measurements(decays):
+    x, y, _ = decays
+    masked, sigma = y[0].clone(), torch.ones_like(x)
+    masked[::4], sigma[::4] = math.nan, math.inf
+    fit, kept = curve_fit(decay, x, masked, [1.0, 1.0, 1.0], sigma=sigma), sigma.isfinite()
+    expected = curve_fit(decay, x[kept], y[0, kept], [1.0, 1.0, 1.0])
+    torch.testing.assert_close(fit.parameters, expected.parameters)
+    torch.testing.assert_close(fit.covariance, expected.covariance)
+
+
+def test_arrays_and_lists_are_taken_and_the_result_is_not_unpacked(decays):
+    x, y, _ = decays
+    fit = curve_fit(decay, x.numpy(), y[0].numpy(), [1, 1, 1], sigma=x.numpy() + 1)
+    expected = curve_fit(decay, x, y[0], [1.0, 1.0, 1.0], sigma=x + 1)
+    torch.testing.assert_close(fit.parameters, expected.parameters, rtol=0, atol=0)
+    with pytest.raises(TypeError, match="fit.parameters and fit.covariance"):
+        _, _ = fit
+
+
 def test_residual_functions_with_data_of_their_own():
     targets = torch.tensor([[1.0, 2.0], [3.0, -1.0]], dtype=torch.float64)
 
@@ -204,13 +233,15 @@ def test_derivatives_that_become_nan_on_the_way_end_the_fit_as_not_finite():
 
 X, Y = torch.linspace(0, 1, 5, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
 WRONG = {
-    "y must be a tensor of real floating point, but is torch.complex128": ({"y": Y + 0j}, TypeError),
-    "p0 must be a tensor of real floating point": ({"p0": torch.ones(2, dtype=torch.complex64)}, TypeError),
+    "y must hold real floating-point numbers, but is torch.complex128": ({"y": Y + 0j}, TypeError),
+    "p0 must hold real floating-point numbers": ({"p0": torch.ones(2, dtype=torch.complex64)}, TypeError),
     "y has 1 values for 2 parameters": ({"x": X[:1], "y": Y[:1]}, ValueError),
     "y must be .N,. or p0's leading dimensions and N": ({"y": Y.expand(3, 5)}, ValueError),
-    "x must be a tensor with 5 rows": ({"x": X[:3]}, ValueError),
+    "x must have 5 rows, as y has values": ({"x": X[:3]}, ValueError),
     "f must return 5 numbers .* returns \\(\\)": ({"f": lambda x, a, b: a * x.sum()}, ValueError),
     "f must return 5 numbers .* returns NoneType": ({"f": lambda x, a, b: None}, ValueError),
+    "f must compute by functions of torch": ({"f": lambda x, a, b: np.exp(a * x) + b}, TypeError),
+    "p0 must hold numbers in one rectangular array": ({"p0": [1.0, "b"]}, TypeError),
     "bounds must be two": ({"bounds": (1.0,)}, ValueError),
     "bounds must be a Sequence": ({"bounds": 3}, TypeError),
     "y must be a dense tensor that holds numbers": ({"y": Y.to("meta")}, TypeError),

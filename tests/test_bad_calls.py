@@ -65,7 +65,6 @@ CALLS: dict[Callable, dict[str, object]] = {
     F.reduction_ratio_rule: {"damping": 1.0, "reduction_ratio": 1.0},
     F.linearize: {"function": linear, "params": {}},
     F.lsmr: {"matvec": torch.clone, "rmatvec": torch.clone, "b": vector},
-    F.lsqr: {"matvec": torch.clone, "rmatvec": torch.clone, "b": vector},
     F.next_batch_rule: {"now": damping, "ratio": 1.0, "fitted": 1.0, "drop": None},
     F.norm_test_batch_size: {
         "squared_norms": vector, "mean_gradient_squared_norm": 1.0, "dataset_size": None, "theta": 1.0
@@ -118,7 +117,7 @@ CALLS: dict[Callable, dict[str, object]] = {
     structured.save_adapters: {"model": linear, "folder": "adapters"},
     structured.set_adapter: {"model": linear, "name": "other"},
     structured.sparse_normal_: {"weight": matrix, "connections": 2},
-    optim.CG: {}, optim.LSMR: {}, optim.LSQR: {}, optim.LowRankP: {},
+    optim.CG: {}, optim.LSMR: {}, optim.LowRankP: {},
     optim.Kronecker: {}, optim.LevenbergMarquardt: {}, optim.NextBatch: {}, optim.WarmStart: {},
     optim.RLS: {"module": linear},
     optim.SHF: {"module": linear, "loss": "mse"},
@@ -196,7 +195,7 @@ REFUSED = {
     **dict.fromkeys([F.subdiagonal_matmul, F.toeplitz_like_matmul, F.hankel_like_matmul], OF_DTYPE + OF_SHAPE),
     **dict.fromkeys([F.FactoredLeastSquares, F.GramLeastSquares, F.ProjectedLeastSquares], (*OF_DTYPE, OF_SHAPE[0])),
     **dict.fromkeys([F.choose_subdiagonal_method], (*OF_DTYPE, OF_SHAPE[0])),
-    **dict.fromkeys([F.conjugate_gradient, F.lsmr, F.lsqr, F.fisher_scaling, F.jacobi_scaling], OF_DTYPE),
+    **dict.fromkeys([F.conjugate_gradient, F.lsmr, F.fisher_scaling, F.jacobi_scaling], OF_DTYPE),
     **dict.fromkeys([F.gradient_variance, F.norm_test_batch_size], OF_DTYPE),
     **dict.fromkeys([F.TridiagonalOperator, F.DenseOperator, F.DiagonalOperator], ("whole numbers", *OF_SHAPE)),
     **dict.fromkeys([F.krylov_matrix, F.sylvester_displacement, F.tridiagonal_matmul, F.ldr_matmul], OF_SHAPE),

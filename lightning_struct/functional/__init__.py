@@ -29,7 +29,7 @@ from lightning_struct.functional.solvers.factored_least_squares import (
     FactoredLeastSquares,
     GramLeastSquares,
 )
-from lightning_struct.functional.solvers.least_squares import LeastSquaresResult, RightPreconditioner, lsmr, lsqr
+from lightning_struct.functional.solvers.least_squares import LeastSquaresResult, RightPreconditioner, lsmr
 from lightning_struct.functional.solvers.line_search import LineSearchResult, armijo
 from lightning_struct.functional.solvers.projected_least_squares import ProjectedLeastSquares
 from lightning_struct.functional.structured.cost_model import choose_tridiagonal_method
@@ -76,7 +76,7 @@ __all__ = [
     "choose_subdiagonal_method", "choose_tridiagonal_method", "circulant_matmul", "conjugate_gradient", "curve_fit",
     "displacement_rank", "empirical_fisher_diagonal", "fisher_scaling",
     "gradient_variance", "hadamard_transform", "hankel_like_matmul", "jacobi_scaling", "krylov_matrix", "laplacian",
-    "ldr_matmul", "ldr_to_dense", "levenberg_marquardt", "linearize", "lsmr", "lsqr", "next_batch_rule",
+    "ldr_matmul", "ldr_to_dense", "levenberg_marquardt", "linearize", "lsmr", "next_batch_rule",
     "norm_test_batch_size", "partial_derivatives", "per_sample_gradient_norms", "prepare_subdiagonal",
     "randomized_gauss_newton_diagonal", "reduction_ratio_rule", "register_layer", "required_batch_size",
     "subdiagonal_matmul", "subdiagonal_to_dense", "sylvester_displacement", "toeplitz_like_matmul",

@@ -5,7 +5,6 @@ from lightning_struct.optim.shf import SHF, StepReport
 from lightning_struct.optim.shf.settings import (
     CG,
     LSMR,
-    LSQR,
     Exact,
     Kronecker,
     LevenbergMarquardt,
@@ -16,7 +15,6 @@ from lightning_struct.optim.shf.settings import (
 __all__ = [
     "CG",
     "LSMR",
-    "LSQR",
     "RLS",
     "SHF",
     "Exact",

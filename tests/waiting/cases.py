@@ -90,7 +90,6 @@ SHF_CASES: dict[str, tuple[Callable[[], nn.Module], str, Tensor, Tensor | None, 
     "recurrent": (Tagger, "cross_entropy", numbers(8, 5, 4), labels(8, 5), False, {}),
     "paper": (mlp, "cross_entropy", numbers(32, 4), labels(32), True, {}),
     "paper with l2": (mlp, "mse", numbers(32, 4), numbers(32, 3), True, {"l2": 1e-3, "solver": LSMR(maxiter=10)}),
-    "lsqr": (mlp, "mse", numbers(32, 4), numbers(32, 3), False, {"solver": "lsqr"}),
     "exact residuals": (Curve, "least_squares", numbers(20, 1).double(), None, False, {"solver": "exact"}),
     "residuals by lsmr": (Curve, "least_squares", numbers(20, 1).double(), None, False, {"solver": "lsmr"}),
 }

@@ -1,19 +1,19 @@
-"""Golub-Kahan bidiagonalisation, and the two least-squares solvers that come from it: LSMR and LSQR.
+"""Golub-Kahan bidiagonalisation, and the least-squares solver that comes from it: LSMR.
 
-Both minimise
+It minimises
 
     ‖A x - b‖² + damp² ‖x - center‖²
 
 with A given by two products, on tensors or on dicts of tensors, in as many steps as asked for. Sources: Fong &
-Saunders, "LSMR: an iterative algorithm for sparse least-squares problems" (2011), Paige & Saunders, "LSQR" (1982), and
-Algorithm 6 of Emirahmetoglu & Stewart, whose two slips (ρ_0 = 0, which divides by zero, and x0 taken for a vector of
-the preconditioned space) are mended here.
+Saunders, "LSMR: an iterative algorithm for sparse least-squares problems" (2011), and Algorithm 6 of Emirahmetoglu &
+Stewart, whose two slips (ρ_0 = 0, which divides by zero, and x0 taken for a vector of the preconditioned space) are
+mended here.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class RightPreconditioner(Protocol):
 
 @dataclass(frozen=True)
 class LeastSquaresResult:
-    """End of a solve by :func:`lsmr` or :func:`lsqr`.
+    """End of a solve by :func:`lsmr`.
 
     Attributes:
         x: the solution, structured like ``x0`` (in the space of x, whatever the preconditioner).
@@ -132,41 +132,32 @@ def lsmr(
     problem = _Problem(
         matvec, rmatvec, b, damp, x0, damping_center, preconditioner, damping_space, all_reduce, gradient
     )
-    return _iterate(problem, lsmr_steps, maxiter, atol, btol, callback)
+    if maxiter is None:
+        maxiter = min(problem.size_of_b, problem.size_of_x) + (problem.size_of_x if problem.rows_in_operator else 0)
+    if not (maxiter >= 0 and atol >= 0 and btol >= 0):  # nor NaN
+        raise ValueError(f"maxiter, atol and btol must be >= 0, got {maxiter}, {atol}, {btol}")
+    process = _Bidiagonalisation(problem)
+    z = [torch.zeros_like(t) for t in process.v]
+    right_hand_side_norm = process.beta
+    if process.alpha * process.beta == 0.0:
+        return LeastSquaresResult(problem.x_of(z), 0, right_hand_side_norm, 0.0, "zero_gradient")
 
-
-@checked
-def lsqr(
-    matvec: Callable[[Any], Any],
-    rmatvec: Callable[[Any], Any],
-    b: Vector,
-    *,
-    damp: float = 0.0,
-    x0: Vector | None = None,
-    damping_center: str | Vector = "start",
-    preconditioner: Vector | RightPreconditioner | None = None,
-    damping_space: str = "y",
-    maxiter: int | None = None,
-    atol: float = 1e-8,
-    btol: float = 1e-8,
-    callback: Callable[[int, Callable[[], Any]], bool | None] | None = None,
-    all_reduce: Callable[[Tensor], Tensor] | None = None,
-    gradient: Vector | None = None,
-) -> LeastSquaresResult:
-    """Solve min ‖A x - b‖² + damp² ‖x - center‖² by LSQR (Paige & Saunders 1982).
-
-    That is CG on the normal equations in exact arithmetic: the iterates have the lowest residual in the Krylov space.
-    Arguments, result and errors are those of :func:`lsmr`.
-
-    Example:
-        >>> A = torch.tensor([[2.0, 0.0], [0.0, 4.0]])
-        >>> lsqr(A.matmul, A.T.matmul, torch.tensor([2.0, 8.0])).x.round(decimals=3)
-        tensor([1., 2.])
-    """
-    problem = _Problem(
-        matvec, rmatvec, b, damp, x0, damping_center, preconditioner, damping_space, all_reduce, gradient
-    )
-    return _iterate(problem, lsqr_steps, maxiter, atol, btol, callback)
+    norms = _Norms(right_hand_side_norm, process.alpha * process.beta, process.alpha, 0.0)
+    iteration, reason = 0, "maxiter"
+    if maxiter > 0:
+        for iteration, norms in enumerate(_steps(process, problem.damp, z), start=1):
+            small = norms.operator * norms.residual
+            # ‖Āᵀr̄‖ <= atol ‖Ā‖ ‖r̄‖ (section 5, equation (19))
+            if norms.normal_residual <= max(atol, _EPS) * small:
+                reason = "normal_residual"
+            elif _is_small(norms, btol * right_hand_side_norm, atol * norms.operator, z):
+                reason = "residual"
+            # The callback sees the last iterate too, whatever ends the solve.
+            if callback is not None and callback(iteration, lambda: problem.x_of(z)) and reason == "maxiter":
+                reason = "callback"
+            if reason != "maxiter" or iteration >= maxiter:
+                break
+    return LeastSquaresResult(problem.x_of(z), iteration, norms.residual, norms.normal_residual, reason)
 
 
 # --- the problem in the variable z = y - y0, where every form of damping is one augmented operator ------------------
@@ -307,7 +298,7 @@ class _Problem:
         return structured(self._x_like, x)
 
 
-class Bidiagonalisation:
+class _Bidiagonalisation:
     """Golub-Kahan (Algorithm 6): β₁u₁ = r0, α₁v₁ = Aᵀu₁; then β u ← A v - α u, α v ← Aᵀu - β v, all of unit norm."""
 
     def __init__(self, problem: _Problem) -> None:
@@ -351,17 +342,16 @@ def _normalise(vector: list[Tensor], norm: Tensor) -> None:
         t.mul_(scale)
 
 
-@dataclass
-class StepNorms:
-    """Norms that the stopping rules read after a step; that of the solution z is no more than its bound."""
+class _Norms(NamedTuple):
+    """Norms that the stopping rules read after an iteration; that of the solution z is no more than its bound."""
 
-    residual_norm: float
-    normal_residual_norm: float
-    operator_norm: float
+    residual: float
+    normal_residual: float
+    operator: float
     solution_bound: float
 
 
-def lsmr_steps(process: Bidiagonalisation, damp: float, z: list[Tensor]) -> Iterator[StepNorms]:
+def _steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> Iterator[_Norms]:
     """LSMR (Algorithm 6; Fong & Saunders 2011, sections 2.8 and 5); ``z`` is updated in place. The names are theirs."""
     alpha, beta = process.alpha, process.beta
     alpha_bar, zeta_bar = alpha, alpha * beta
@@ -417,80 +407,14 @@ def lsmr_steps(process: Bidiagonalisation, damp: float, z: list[Tensor]) -> Iter
         frobenius += beta * beta
         operator_norm = math.sqrt(frobenius)
         frobenius += alpha * alpha + damp * damp
-        yield StepNorms(residual_norm, abs(zeta_bar), operator_norm, bound)
+        yield _Norms(residual_norm, abs(zeta_bar), operator_norm, bound)
 
 
-def lsqr_steps(process: Bidiagonalisation, damp: float, z: list[Tensor]) -> Iterator[StepNorms]:
-    """LSQR (Paige & Saunders 1982, section 5), with the damping rotated in; ``z`` is updated in place."""
-    rho_bar, phi_bar, undamped = process.alpha, process.beta, 0.0
-    w = [t.clone() for t in process.v]
-    frobenius, bound_w, bound = process.alpha**2 + damp * damp, 1.0, 0.0
-    while True:
-        process.advance()
-        alpha, beta = process.alpha, process.beta
-
-        rho_damped = math.hypot(rho_bar, damp)
-        c_damp, s_damp = (rho_bar / rho_damped, damp / rho_damped) if rho_damped else (1.0, 0.0)
-        undamped += (s_damp * phi_bar) ** 2
-        phi_bar *= c_damp
-
-        rho = math.hypot(rho_damped, beta)
-        c, s = rho_damped / rho, beta / rho
-        theta, rho_bar = s * alpha, -c * alpha
-        phi, phi_bar = c * phi_bar, s * phi_bar
-
-        for x_, w_, v in zip(z, w, process.v, strict=True):
-            x_.add_(w_, alpha=phi / rho)
-            torch.sub(v, w_, alpha=theta / rho, out=w_)
-        bound, bound_w = bound + abs(phi / rho) * bound_w, 1.0 + abs(theta / rho) * bound_w
-
-        frobenius += beta * beta
-        operator_norm = math.sqrt(frobenius)
-        frobenius += alpha * alpha + damp * damp
-        yield StepNorms(math.sqrt(phi_bar**2 + undamped), alpha * abs(s * phi), operator_norm, bound)
-
-
-def _iterate(
-    problem: _Problem,
-    steps: Callable[[Bidiagonalisation, float, list[Tensor]], Iterator[StepNorms]],
-    maxiter: int | None,
-    atol: float,
-    btol: float,
-    callback: Callable[[int, Callable[[], Any]], bool | None] | None,
-) -> LeastSquaresResult:
-    if maxiter is None:
-        maxiter = min(problem.size_of_b, problem.size_of_x) + (problem.size_of_x if problem.rows_in_operator else 0)
-    if not (maxiter >= 0 and atol >= 0 and btol >= 0):  # nor NaN
-        raise ValueError(f"maxiter, atol and btol must be >= 0, got {maxiter}, {atol}, {btol}")
-    process = Bidiagonalisation(problem)
-    z = [torch.zeros_like(t) for t in process.v]
-    right_hand_side_norm = process.beta
-    if process.alpha * process.beta == 0.0:
-        return LeastSquaresResult(problem.x_of(z), 0, right_hand_side_norm, 0.0, "zero_gradient")
-
-    state = StepNorms(right_hand_side_norm, process.alpha * process.beta, process.alpha, 0.0)
-    iteration, reason = 0, "maxiter"
-    if maxiter > 0:
-        for iteration, state in enumerate(steps(process, problem.damp, z), start=1):
-            small = state.operator_norm * state.residual_norm
-            # ‖Āᵀr̄‖ <= atol ‖Ā‖ ‖r̄‖ (section 5, equation (19))
-            if state.normal_residual_norm <= max(atol, _EPS) * small:
-                reason = "normal_residual"
-            elif _is_small(state, btol * right_hand_side_norm, atol * state.operator_norm, z):
-                reason = "residual"
-            # The callback sees the last iterate too, whatever ends the solve.
-            if callback is not None and callback(iteration, lambda: problem.x_of(z)) and reason == "maxiter":
-                reason = "callback"
-            if reason != "maxiter" or iteration >= maxiter:
-                break
-    return LeastSquaresResult(problem.x_of(z), iteration, state.residual_norm, state.normal_residual_norm, reason)
-
-
-def _is_small(state: StepNorms, absolute: float, relative: float, z: list[Tensor]) -> bool:
+def _is_small(norms: _Norms, absolute: float, relative: float, z: list[Tensor]) -> bool:
     """Whether ‖r̄‖ <= ``absolute`` + ``relative`` ‖z‖; only near the bound on ‖z‖ the host waits for ‖z‖ itself."""
-    missing = state.residual_norm - absolute
+    missing = norms.residual - absolute
     # a hundredth for rounding
-    return missing <= 0.0 or missing <= 1.01 * relative * state.solution_bound and missing <= relative * norm(z).item()
+    return missing <= 0.0 or missing <= 1.01 * relative * norms.solution_bound and missing <= relative * norm(z).item()
 
 
 _EPS = torch.finfo(torch.float64).eps

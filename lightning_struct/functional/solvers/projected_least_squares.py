@@ -20,9 +20,9 @@ class ProjectedLeastSquares:
     """min ‖J d - b‖² + λ²‖d‖² over the Krylov space of JᵀJ and Jᵀb, which is the same for all λ.
 
     k steps give J V = U B, with k columns V and k + 1 columns U, orthonormal, and B bidiagonal; each takes one product
-    with J and one with Jᵀ. For each λ a problem of k unknowns is left: LSQR takes the lowest residual, LSMR the lowest
-    gradient (Paige & Saunders 1982; Fong & Saunders 2011). U and V are kept, and orthogonalised against all columns
-    before, without which rounding delays convergence.
+    with J and one with Jᵀ. For each λ a problem of k unknowns is left, of which the solution with the lowest gradient is
+    taken: the iterate of LSMR (Fong & Saunders 2011). U and V are kept, and orthogonalised against all columns before,
+    without which rounding delays convergence.
 
     Args:
         matvec: d -> J d, (P,) to (N,).
@@ -31,7 +31,6 @@ class ProjectedLeastSquares:
         steps: bound on k.
         damping: a λ at which the solution is wanted: the process ends when its gradient is below ``tolerance`` ‖Jᵀb‖.
         tolerance: see ``damping``.
-        method: ``"lsmr"`` or ``"lsqr"``.
         all_reduce: sums a tensor over processes that hold some rows of J and b each.
         gradient: -Jᵀb, if it is known: it saves the first product with Jᵀ.
 
@@ -61,12 +60,11 @@ class ProjectedLeastSquares:
         *,
         damping: float = 0.0,
         tolerance: float = 0.0,
-        method: str = "lsqr",
         all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
         gradient: Tensor | None = None,
     ) -> None:
         require_real(1, b=b)
-        self.product, self._method = matvec, method
+        self.product = matvec
         product = rmatvec(b) if gradient is None else -gradient
         self.gradient = -product if gradient is None else gradient
         self._left, self._right = _Basis(b, steps + 1, all_reduce), _Basis(product, steps + 1, lambda tensor: tensor)
@@ -82,7 +80,7 @@ class ProjectedLeastSquares:
             self._take(beta, alpha)
             if self.steps % _CHECK_EVERY == 0 and (
                 self._alphas[-1] * self._betas[-1] * abs(self._projected(damping)[-1].item()) <= tolerance * first
-            ):  # ‖Jᵀ(b - J d) - λ² d‖ of LSQR's solution
+            ):  # an estimate of ‖Jᵀ(b - J d) - λ² d‖
                 break
         self._basis = self._right.rows[: self.steps]
         p, s, q = torch.linalg.svd(self._bidiagonal(), full_matrices=False)
@@ -125,16 +123,11 @@ class ProjectedLeastSquares:
         if k == 0:
             return bidiagonal.new_zeros(0)
         unit = torch.eye(k, dtype=bidiagonal.dtype, device="cpu")
-        if self._method == "lsqr":
-            matrix = torch.cat([bidiagonal, damping * unit])
-            right = matrix.new_zeros(len(matrix), 1)
-            right[0] = self._betas[0]
-        else:  # the gradient of V y is V_{k+1} times this
-            matrix = bidiagonal.new_zeros(k + 1, k)
-            matrix[:k] = bidiagonal.mT @ bidiagonal + damping * damping * unit
-            matrix[k, k - 1] = self._alphas[k] * self._betas[k]
-            right = matrix.new_zeros(k + 1, 1)
-            right[0] = self._alphas[0] * self._betas[0]
+        matrix = bidiagonal.new_zeros(k + 1, k)  # the gradient of V y is V_{k+1} times this
+        matrix[:k] = bidiagonal.mT @ bidiagonal + damping * damping * unit
+        matrix[k, k - 1] = self._alphas[k] * self._betas[k]
+        right = matrix.new_zeros(k + 1, 1)
+        right[0] = self._alphas[0] * self._betas[0]
         q, r = torch.linalg.qr(matrix)
         return torch.linalg.solve_triangular(r, q.mT @ right, upper=True)[:, 0]
 

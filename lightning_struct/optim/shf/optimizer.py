@@ -23,7 +23,6 @@ from lightning_struct.optim.shf.samples import Batches
 from lightning_struct.optim.shf.settings import (
     CG,
     LSMR,
-    LSQR,
     Exact,
     Kronecker,
     LevenbergMarquardt,
@@ -62,8 +61,8 @@ class SHF(torch.optim.Optimizer):
         damping: λ₁ > 0, damped by Levenberg and Marquardt's rule; or the rule, ``"levenberg_marquardt"`` or
             ``"next_batch"``; or a :class:`LevenbergMarquardt` or a :class:`NextBatch`. The paper's is the former;
             chosen the latter, with residuals the former.
-        solver: ``"lsmr"``, ``"lsqr"``, ``"cg"``, with residuals also ``"exact"``; or an :class:`LSMR`, :class:`LSQR`,
-            :class:`CG` or :class:`Exact`. The paper's LSMR; chosen CG, with residuals from the sizes.
+        solver: ``"lsmr"`` or ``"cg"``, with residuals ``"lsmr"`` or ``"exact"``; or an :class:`LSMR`, :class:`CG` or
+            :class:`Exact`. The paper's LSMR; chosen CG, with residuals from the sizes.
         preconditioner: ``"diagonal"`` (Algorithm 3); ``"diagonal_sum"`` (the formula in the text of section 4.4);
             ``"fisher"`` (Martens 2010); ``"kronecker"`` or a :class:`Kronecker`; None; or an object with ``solve`` and
             ``solve_transpose`` on dicts of tensors by parameter name, and optionally ``solve_normal``, both at once for
@@ -111,7 +110,7 @@ class SHF(torch.optim.Optimizer):
         loss: str | GaussNewtonLoss | LeastSquares,
         *,
         damping: (float | Literal["levenberg_marquardt", "next_batch"] | LevenbergMarquardt | NextBatch | None) = None,
-        solver: Literal["lsmr", "lsqr", "cg", "exact"] | LSMR | LSQR | CG | Exact | None = None,
+        solver: Literal["lsmr", "cg", "exact"] | LSMR | CG | Exact | None = None,
         preconditioner: (
             Literal["auto", "diagonal", "diagonal_sum", "fisher", "kronecker"] | Kronecker | RightPreconditioner | None
         ) = "auto",

@@ -214,20 +214,10 @@ class LSMR(_Iterations):
 
 
 @dataclass(frozen=True)
-class LSQR(LSMR):
-    """LSQR in the place of LSMR, with the same fields.
-
-    Example:
-        >>> LSQR(maxiter=20).atol
-        1e-08
-    """
-
-
-@dataclass(frozen=True)
 class CG(_Iterations):
     """Conjugate gradients with the stopping rule and the backtracking over iterates of Martens (2010).
 
-    With residuals it has no other field than ``maxiter``.
+    Not for residuals, whose LSMR has the same Krylov space for all λ.
 
     Args:
         maxiter, scale_maxiter: as for :class:`LSMR`.
@@ -332,7 +322,7 @@ class WarmStart(Choice):
 
 
 DAMPINGS = {"levenberg_marquardt": LevenbergMarquardt, "next_batch": NextBatch}
-SOLVERS = {"lsmr": LSMR, "lsqr": LSQR, "cg": CG, "exact": Exact}
+SOLVERS = {"lsmr": LSMR, "cg": CG, "exact": Exact}
 PRECONDITIONERS = ("diagonal", "diagonal_sum", "fisher")
 
 
@@ -345,7 +335,6 @@ PAPER: Final = _by_class(
     LevenbergMarquardt(drop=0.99, minimum=0.0, maximum=MAX_DAMPING),
     NextBatch(drop=0.99, minimum=0.0, maximum=MAX_DAMPING),
     LSMR(maxiter=150, scale_maxiter=True),
-    LSQR(maxiter=150, scale_maxiter=True),
     CG(maxiter=150, scale_maxiter=True, progress_tolerance=5e-4, progress_window=10),
     Exact(),
     Kronecker(interval=1, max_size=None),
@@ -359,7 +348,6 @@ def _chosen(maxiter: int) -> dict[type, Any]:
         LevenbergMarquardt(drop=0.85),
         NextBatch(drop=0.85),
         LSMR(maxiter=maxiter, scale_maxiter=False),
-        LSQR(maxiter=maxiter, scale_maxiter=False),
         CG(maxiter=maxiter, scale_maxiter=False, progress_tolerance=0.05, progress_window=1),
         Kronecker(),
         WarmStart(initial=0.9, growth=1.0),
@@ -375,7 +363,7 @@ class Settings:
     """
 
     damping: LevenbergMarquardt | NextBatch
-    solver: LSMR | LSQR | CG | Exact | None
+    solver: LSMR | CG | Exact | None
     preconditioner: str | Kronecker | RightPreconditioner | None
     warm_start: WarmStart
     l2: float
@@ -420,7 +408,7 @@ class Settings:
 
     @property
     def damping_space(self) -> str:
-        """Space of the damping with LSMR and LSQR: the given one, or the one that the other options allow."""
+        """Space of the damping with LSMR: the given one, or the one that the other options allow."""
         given = self.solver.damping_space if isinstance(self.solver, LSMR) else None
         return given or ("x" if self._damps_x_only else "y")
 
@@ -444,8 +432,7 @@ class Settings:
         solver: Any = self.solver or (LSMR() if self.is_of_paper else CG())
         if isinstance(solver, Exact):
             raise ValueError(  # noqa: TRY004
-                "solver='exact' is for loss='least_squares', a module that returns residuals; choose 'lsmr', 'lsqr' or "
-                "'cg'"
+                "solver='exact' is for loss='least_squares', a module that returns residuals; choose 'lsmr' or 'cg'"
             )
         preconditioner: Any = self.preconditioner
         if isinstance(preconditioner, str) and preconditioner == AUTO:
@@ -482,11 +469,16 @@ class Settings:
             ValueError: an option that has no meaning there.
         """
         damping = self.damping
-        remedies = {"l2": "return √l2 times the weights as a block of one row, torch.cat([...])[None]"}
+        remedies = {
+            "l2": "return √l2 times the weights as a block of one row, torch.cat([...])[None]",
+            "solver": "choose 'lsmr' or 'exact', or leave it out",
+        }
         unused = {"preconditioner": AUTO, "l2": 0.0, "backend": None, "chunk_size": None, "held_out": 0.0}
         refused = {name: getattr(self, name) for name, default in unused.items() if getattr(self, name) != default}
         if isinstance(damping, NextBatch):
             refused["damping"] = damping
+        if isinstance(self.solver, CG):
+            refused["solver"] = "cg"
         meaningful = ("initial", "drop", "minimum", "maximum", "acceleration", "maxiter")
         for value in (damping, self.solver or Exact()):
             for field in fields(value):
@@ -521,7 +513,7 @@ def damping_value(given: Any, default: LevenbergMarquardt | NextBatch) -> Levenb
     return _value(given, "damping", DAMPINGS, "a number, ") or default
 
 
-def solver_value(given: Any) -> LSMR | LSQR | CG | Exact | None:
+def solver_value(given: Any) -> LSMR | CG | Exact | None:
     """The value for ``solver``.
 
     Raises:
@@ -546,7 +538,7 @@ def warm_start_value(given: Any) -> WarmStart:
     return _value(given, "warm_start", {}, "a number, a WarmStart, ", WarmStart)
 
 
-def name_of(value: LevenbergMarquardt | NextBatch | LSMR | LSQR | CG | Exact | None) -> str:
+def name_of(value: LevenbergMarquardt | NextBatch | LSMR | CG | Exact | None) -> str:
     """The string that chooses a rule of the damping or a solver."""
     return next(name for name, kind in (DAMPINGS | SOLVERS).items() if type(value) is kind)
 

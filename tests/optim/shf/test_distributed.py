@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_struct.optim import CG, LSMR, LSQR, SHF, Kronecker, LevenbergMarquardt
+from lightning_struct.optim import CG, LSMR, SHF, Kronecker, LevenbergMarquardt
 from tests.cases import First, flat, mlp, trainable
 from tests.optim.helpers import gaussian
 from tests.processes import in_two_processes
@@ -68,8 +68,8 @@ class Scenario:
 SCENARIOS = {
     "lsmr_diagonal": Scenario({"preconditioner": "diagonal"}),
     "cg_fisher": Scenario({"solver": "cg", "preconditioner": "fisher"}),
-    "lsqr_origin_l2": Scenario(
-        {"solver": "lsqr", "damping": LevenbergMarquardt(1.0, drop=0.9, center="origin")}
+    "lsmr_origin_l2": Scenario(
+        {"solver": "lsmr", "damping": LevenbergMarquardt(1.0, drop=0.9, center="origin")}
         | {"l2": 0.1, "preconditioner": "fisher"}
     ),
     "diagonal_sum_on_x": Scenario({"preconditioner": "diagonal_sum", "solver": LSMR(damping_space="x", maxiter=10)}),
@@ -81,7 +81,7 @@ SCENARIOS = {
     "kronecker_lsmr": Scenario({"preconditioner": "kronecker", "solver": LSMR(maxiter=20)}),
     "kronecker_cg_l2": Scenario({"preconditioner": Kronecker(interval=2), "solver": "cg", "l2": 0.1}),
     "kronecker_cross_entropy_chunks": Scenario(
-        {"preconditioner": Kronecker(max_size=5), "solver": LSQR(maxiter=20), "chunk_size": 4}, loss="cross_entropy"
+        {"preconditioner": Kronecker(max_size=5), "solver": LSMR(maxiter=20), "chunk_size": 4}, loss="cross_entropy"
     ),
     "kronecker_convolution": Scenario({"preconditioner": "kronecker", "solver": LSMR(maxiter=10)}, build=convolution),
     "kronecker_recurrent": Scenario(

@@ -240,16 +240,16 @@ def test_the_report_has_the_loss_of_each_block() -> None:
     assert report.batch_size == 32
 
 
-@pytest.mark.parametrize(("solver", "name"), [("lsmr", "autograd"), ("lsqr", "two outputs"), ("cg", "two outputs")])
-def test_the_krylov_solvers_take_the_exact_step_up_to_their_tolerance(solver: str, name: str) -> None:
+@pytest.mark.parametrize("name", ["autograd", "two outputs"])
+def test_lsmr_takes_the_exact_step_up_to_its_tolerance(name: str) -> None:
     build, batch, shares = MODULES[name]
     options: dict[str, Any] = {
         "damping": LevenbergMarquardt(initial=0.3, drop=None, acceleration=False),
         "warm_start": 0.5,
     }
     reports = []
-    for chosen in ("exact", solver):
-        optimizer = SHF(build(), LeastSquares(shares), solver=chosen, **options)
+    for solver in ("exact", "lsmr"):
+        optimizer = SHF(build(), LeastSquares(shares), solver=solver, **options)
         reports.append([optimizer.step(inputs=batch()) for _ in range(3)])
     for exact, other in zip(*reports, strict=True):
         assert other.loss_after == pytest.approx(exact.loss_after, rel=1e-4)
@@ -258,14 +258,13 @@ def test_the_krylov_solvers_take_the_exact_step_up_to_their_tolerance(solver: st
         assert exact.solver_iterations == 0 < other.solver_iterations
 
 
-@pytest.mark.parametrize("solver", ["lsmr", "lsqr"])
-def test_the_krylov_solvers_accelerate_as_the_exact_one(solver: str) -> None:
+def test_lsmr_accelerates_as_the_exact_solver() -> None:
     build, batch, shares = MODULES["autograd"]
     exact, other = (
-        SHF(build(), LeastSquares(shares), solver=chosen, damping=LevenbergMarquardt(initial=0.3, drop=None)).step(
+        SHF(build(), LeastSquares(shares), solver=solver, damping=LevenbergMarquardt(initial=0.3, drop=None)).step(
             inputs=batch()
         )
-        for chosen in ("exact", solver)
+        for solver in ("exact", "lsmr")
     )
     assert other.loss_after == pytest.approx(exact.loss_after, rel=1e-4)
 

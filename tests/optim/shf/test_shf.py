@@ -449,9 +449,8 @@ def test_the_merit_of_a_step_is_that_of_the_new_statistics_of_batch_normalisatio
 
 
 @pytest.mark.parametrize("l2", [0.0, 0.1])
-@pytest.mark.parametrize("solver", ["lsmr", "lsqr"])
 def test_the_product_of_the_residual_is_formed_once_in_a_step_from_zero(
-    solver: str, l2: float, monkeypatch: pytest.MonkeyPatch
+    l2: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vectors: list[Tensor] = []
     backward = BatchModel.backward
@@ -461,7 +460,7 @@ def test_the_product_of_the_residual_is_formed_once_in_a_step_from_zero(
         return backward(self, u)
 
     monkeypatch.setattr(BatchModel, "backward", recorded)
-    optimizer = SHF(network(), "mse", damping=1.0, solver=SOLVERS[solver](maxiter=3), l2=l2, preconditioner=None)
+    optimizer = SHF(network(), "mse", damping=1.0, solver=LSMR(maxiter=3), l2=l2, preconditioner=None)
     assert take(optimizer, batch()).solver_iterations == 3
     cosines = [F.cosine_similarity(u, vectors[0], dim=0).abs().item() for u in vectors]
     assert len(vectors) == 1 + 3  # of ∇f, and one in each iteration
@@ -840,7 +839,7 @@ class ScaledSquaredError(SquaredError):
     sqrt_hessian_transpose = sqrt_hessian
 
 
-@pytest.mark.parametrize("solver", ["lsmr", "lsqr", "cg"])
+@pytest.mark.parametrize("solver", ["lsmr", "cg"])
 def test_a_scaled_loss_with_scaled_damping_takes_the_same_step(solver: str) -> None:
     scaled, plain = network(), network()
     options: dict[str, Any] = {"solver": SOLVERS[solver](maxiter=5), "preconditioner": None}
@@ -1222,7 +1221,7 @@ def test_nan_or_infinity_in_the_batch_is_an_error_that_changes_nothing(what: str
     assert without_seconds(take(optimizer, batch(8, seed=2))) == without_seconds(take(other, batch(8, seed=2)))
 
 
-@pytest.mark.parametrize("solver", ["lsmr", "lsqr", "cg"])
+@pytest.mark.parametrize("solver", ["lsmr", "cg"])
 def test_nan_within_the_solve_is_an_error_that_changes_nothing(solver: str) -> None:
     """Thrice, on a larger batch than the one before: the maximum of iterations must not grow with the failures."""
     module, untouched = network(), network()

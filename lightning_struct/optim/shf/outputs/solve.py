@@ -11,13 +11,13 @@ from torch import Tensor
 
 from lightning_struct.collective import all_reduce
 from lightning_struct.functional.solvers.conjugate_gradient import conjugate_gradient
-from lightning_struct.functional.solvers.least_squares import lsmr, lsqr
+from lightning_struct.functional.solvers.least_squares import lsmr
 from lightning_struct.functional.solvers.line_search import armijo
 from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.outputs.batch_model import BatchModel, Line
 from lightning_struct.optim.shf.outputs.preconditioner import Preconditioner
 from lightning_struct.optim.shf.samples import Batches
-from lightning_struct.optim.shf.settings import CG, LSMR, LSQR, Settings
+from lightning_struct.optim.shf.settings import CG, LSMR, Settings
 from lightning_struct.optim.shf.steps import Update
 
 # α of the line search (Table 1).
@@ -105,7 +105,7 @@ def solve(
         start: d0, the solver's first iterate; None for zero.
         preconditioner: c (Algorithm 3), an object that solves with C, or None.
         maxiter: bound on the iterations.
-        validation: the data of the merit φ that ends LSMR and LSQR; None for none.
+        validation: the data of the merit φ that ends LSMR; None for none.
         scale: σ of the rule of the next batch: d is σ times the end of the solve.
 
     Raises:
@@ -115,7 +115,7 @@ def solve(
     solver: Any = settings.solver
     if isinstance(solver, CG):
         return _solve_by_cg(model, solver, settings.l2, damping, start, anchor, preconditioner, maxiter, scale)
-    # LSMR (Algorithm 6) or LSQR on min ‖A d - b‖² + n λ²‖d - center‖², until the merit stops falling
+    # LSMR (Algorithm 6) on min ‖A d - b‖² + n λ²‖d - center‖², until the merit stops falling
     stopping: MeritStopping | None = None
     if validation is not None:
         stopping = MeritStopping(
@@ -128,7 +128,7 @@ def solve(
     center: str | Tensor = settings.damping.center
     if settings.l2:
         strength, center = model.joined_damping(damping, anchor)
-    result = (lsqr if isinstance(solver, LSQR) else lsmr)(
+    result = lsmr(
         model.forward,
         model.backward,
         model.right_hand_side,

@@ -69,7 +69,7 @@ class ResidualSolver(ABC):
         largest: the largest singular value of J, or its estimate.
         smallest_damping: a λ that adapts does not fall below it.
         iterations: iterations so far; 0 for the exact solver.
-        method: ``"exact"``, ``"lsmr"`` or ``"lsqr"``.
+        method: ``"exact"`` or ``"lsmr"``.
         stop_reason: why it stopped: ``"exact"``, ``"normal_residual"``, ``"maxiter"``.
     """
 
@@ -179,14 +179,13 @@ class ExactSolver(ResidualSolver):
 
 
 class KrylovSolver(ResidualSolver):
-    """By one bidiagonalisation, in the Krylov space of the batch.
+    """LSMR by one bidiagonalisation, in the Krylov space of the batch.
 
     Products with J are those with its outer products, and with columns where these are smaller, as far as they fit into
     memory; else by backward passes through the module, and J is not formed.
 
     Args:
         model: the problem.
-        method: ``"lsmr"``, ``"lsqr"``, or ``"cg"``, which in exact arithmetic is LSQR.
         maxiter: bound on the iterations.
         free_memory: bytes that are free.
 
@@ -194,8 +193,10 @@ class KrylovSolver(ResidualSolver):
         FloatingPointError: a product holds NaN or infinity.
     """
 
-    def __init__(self, model: ResidualModel, method: str, maxiter: int, free_memory: FreeMemory) -> None:
-        self._model, self.method, self._maxiter = model, "lsmr" if method == "lsmr" else "lsqr", maxiter
+    method = "lsmr"
+
+    def __init__(self, model: ResidualModel, maxiter: int, free_memory: FreeMemory) -> None:
+        self._model, self._maxiter = model, maxiter
         form = model.form_for_products
         self._products: Products | RowProducts
         fits = free_memory.suffices_for("J", model, _memory_of_products(model, form, maxiter))  # asked on all processes
@@ -216,7 +217,6 @@ class KrylovSolver(ResidualSolver):
             self._maxiter,
             damping=0.5 * (damping or 0.0),  # the next smaller one, which is tried too
             tolerance=_TOLERANCE,
-            method=self.method,
             all_reduce=all_reduce,
             gradient=self._model.gradient if start is None else None,
         )
@@ -269,7 +269,7 @@ def make_solver(model: ResidualModel, name: str | None, maxiter: int, free_memor
     Args:
         model: the problem.
         name: of the solver; None for one by :func:`chosen_solver`, which is ``"lsmr"`` where memory is short too.
-        maxiter: bound on the iterations of all but the exact one.
+        maxiter: bound on the iterations of LSMR.
         free_memory: bytes that are free.
 
     Raises:
@@ -285,7 +285,7 @@ def make_solver(model: ResidualModel, name: str | None, maxiter: int, free_memor
             name = chosen_solver(*sizes, model.form_for_gram, on_gpu=on_gpu)
         if name == "exact" and not free_memory.suffices_for("exact", model, _memory_of_exact(model)[1]):
             name = "lsmr"
-    return ExactSolver(model) if name == "exact" else KrylovSolver(model, name, maxiter, free_memory)
+    return ExactSolver(model) if name == "exact" else KrylovSolver(model, maxiter, free_memory)
 
 
 def _check_memory_of_exact(model: ResidualModel) -> None:

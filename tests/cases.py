@@ -15,8 +15,7 @@ class Case:
     name: str
     build: Callable[[], nn.Module]
     inputs: Callable[[], Tensor]
-    backends: tuple[str, ...] = ("linearize", "double_backward")
-    automatic: str = "double_backward"
+    backends: tuple[str, ...] = ("double_backward",)  # the first is the one that is chosen
     per_sample: bool = True
 
     def make(self, seed: int = 0) -> tuple[nn.Module, Tensor]:
@@ -121,24 +120,21 @@ def images() -> Tensor:
     return torch.randn(4, 2, 5, 5)
 
 
-EVERY = ("layer_rules", "linearize", "double_backward")
+EVERY = ("layer_rules", "double_backward")
 CASES = (
-    Case("mlp", mlp, vectors, EVERY, "layer_rules"),
-    Case("mlp_sequence", mlp, sequences, EVERY, "layer_rules"),
-    Case("nested_mlp", nested_mlp, vectors, EVERY, "layer_rules"),
-    Case("shared_layer", shared_layer_mlp, vectors, EVERY, "layer_rules"),
-    Case("tied_weight", tied_weight_mlp, vectors, EVERY, "layer_rules"),
-    Case("frozen", frozen_mlp, vectors, EVERY, "layer_rules"),
-    Case("flatten", lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.SiLU()), sequences, EVERY, "layer_rules"),
-    Case("no_bias", lambda: nn.Sequential(nn.Linear(4, 3, bias=False), nn.ELU()), vectors, EVERY, "layer_rules"),
+    Case("mlp", mlp, vectors, EVERY),
+    Case("mlp_sequence", mlp, sequences, EVERY),
+    Case("nested_mlp", nested_mlp, vectors, EVERY),
+    Case("shared_layer", shared_layer_mlp, vectors, EVERY),
+    Case("tied_weight", tied_weight_mlp, vectors, EVERY),
+    Case("frozen", frozen_mlp, vectors, EVERY),
+    Case("flatten", lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.SiLU()), sequences, EVERY),
+    Case("no_bias", lambda: nn.Sequential(nn.Linear(4, 3, bias=False), nn.ELU()), vectors, EVERY),
     Case("residual", Residual, vectors),
     Case("tied_functional", TiedEncoderDecoder, vectors),
     Case("conv", convolution(padding=1), images),
     Case("conv_strided", convolution(stride=2, dilation=2, groups=2), images),
-    Case(
-        "conv_circular", convolution(padding=1, padding_mode="circular"), images,
-        ("double_backward",), "double_backward",
-    ),
+    Case("conv_circular", convolution(padding=1, padding_mode="circular"), images),
     Case("conv1d", lambda: nn.Sequential(nn.Conv1d(3, 2, 2), nn.Sigmoid()), sequences),
     Case("layer_norm", normalised(lambda: nn.LayerNorm(4)), vectors),
     Case("group_norm", normalised(lambda: nn.GroupNorm(2, 4)), vectors),
@@ -147,15 +143,14 @@ CASES = (
     Case("embedding", lambda: nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 2)), lambda: torch.randint(0, 7, (5, 3))),
     Case("rnn", lambda: First(nn.RNN(4, 3, batch_first=True)), sequences),
     Case("gru", lambda: First(nn.GRU(4, 3, batch_first=True)), sequences),
-    Case("lstm", lambda: First(nn.LSTM(4, 2, batch_first=True)), sequences, ("double_backward",)),
+    Case("lstm", lambda: First(nn.LSTM(4, 2, batch_first=True)), sequences),
     Case(
         "lstm_stacked", lambda: First(nn.LSTM(4, 2, 2, batch_first=True, bidirectional=True)),
-        lambda: torch.randn(3, 2, 4), ("double_backward",),
+        lambda: torch.randn(3, 2, 4),
     ),
     Case("attention", SelfAttention, sequences),
     Case(
         "transformer", lambda: nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True, activation="gelu"), sequences,
-        ("double_backward",),
     ),
 )  # fmt: skip
 

@@ -8,7 +8,6 @@ the network again in each of them, as forward-over-reverse differentiation does,
     u  ->  Jᵀ u     ``Linearization.vjp``     (Algorithm 5)
 """
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,34 +15,28 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import functionalize, vmap
-from torch.func import jvp as torch_jvp
-from torch.func import vjp as torch_vjp
-from torch.fx import GraphModule, Node
-from torch.fx.experimental.const_fold import split_const_subgraphs
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.func import vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_struct.functional.checks import checked, first_line
+from lightning_struct.functional.checks import checked
 from lightning_struct.functional.jacobian.layer_chain import LayerChain, record_layer_chain
 from lightning_struct.functional.jacobian.layer_derivatives import layer_derivatives
 from lightning_struct.functional.jacobian.linearization import Linearization, Parameters
 from lightning_struct.functional.layers.calls import rows_of_arguments, tensors_in
 from lightning_struct.functional.layers.per_sample.contributions import sample_chunks
 from lightning_struct.functional.layers.registry import coupling_layer
-from lightning_struct.functional.randomness import normal_numbers, random_state, restored_random_state, set_random_state
+from lightning_struct.functional.randomness import random_state, restored_random_state
 from lightning_struct.functional.torch_tools import call_with
-from lightning_struct.functional.vectors import inner
 
-_log = logging.getLogger(__name__)
-
-BACKENDS = ("layer_rules", "double_backward", "linearize")
+BACKENDS = ("layer_rules", "double_backward")
 
 Function: TypeAlias = nn.Module | Callable[..., Tensor]
 
 
-class _Autograd(Linearization):
-    """The part that needs a graph of the outputs only: Jᵀu, and per-sample products by vmap."""
+class DoubleBackward(Linearization):
+    """Jᵀu by a kept graph of the outputs, J v as the derivative of u -> Jᵀu, and products per sample by vmap."""
+
+    backend = "double_backward"
 
     def __init__(self, function: Function, params: Parameters, args: tuple[Any, ...]) -> None:
         self._module = function if isinstance(function, nn.Module) else None
@@ -53,7 +46,7 @@ class _Autograd(Linearization):
         self._args = args
         self._point = {name: p.clone().requires_grad_() for name, p in params.items()}
         self._random_state = random_state(*args)
-        with torch.enable_grad(), _twice_differentiable(self._module):
+        with layer_derivatives(self._module), torch.enable_grad(), _twice_differentiable(self._module):
             self._graph = self._call(self._point, *args)
         if not isinstance(self._graph, Tensor):
             got = type(self._graph).__name__
@@ -62,6 +55,23 @@ class _Autograd(Linearization):
             raise ValueError(f"the outputs depend on none of the parameters {', '.join(params)}")
         self.outputs = self._graph.detach()
         self._is_mapped = not any(isinstance(a, dict) for a in args)  # vmap needs a row of each sample in all entries
+        self._u = torch.zeros_like(self._graph, requires_grad=True)
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(
+                self._graph, list(self._point.values()), self._u, create_graph=True, materialize_grads=True
+            )
+        reached = {name: g for name, g in zip(self._point, gradients, strict=True) if g.requires_grad}
+        self._reached, self._vjp_graph = list(reached), list(reached.values())
+
+    def _jvp(self, v: Parameters) -> Tensor:
+        tangents = [v[name].to(g.dtype) for name, g in zip(self._reached, self._vjp_graph, strict=True)]
+        try:
+            (tangent,) = torch.autograd.grad(self._vjp_graph, self._u, tangents, retain_graph=True)
+        except NotImplementedError as error:
+            remedy = "Compute the same by other operations, as nn.EmbeddingBag by nn.Embedding and a sum or mean"
+            missing = "products with the Jacobian need a second derivative that torch does not have"
+            raise ValueError(f"{missing}: {error} {remedy}") from error
+        return tangent
 
     def _vjp(self, u: Tensor, out: Parameters | None) -> dict[str, Tensor]:
         gradients = torch.autograd.grad(
@@ -93,7 +103,7 @@ class _Autograd(Linearization):
 
         def one(u_i: Tensor, *args_i: Any) -> dict[str, Tensor]:
             batch_of_one = tuple(a[None] if isinstance(a, Tensor) else a for a in args_i)
-            return torch_vjp(lambda p: self._call(p, *batch_of_one), point)[1](u_i[None])[0]
+            return vjp(lambda p: self._call(p, *batch_of_one), point)[1](u_i[None])[0]
 
         in_dims = (0, *(0 if isinstance(a, Tensor) else None for a in self._args))
         count = u.shape[0]
@@ -118,104 +128,6 @@ class _Autograd(Linearization):
         with torch.enable_grad():
             outputs = self._call(self._point, *rows_of_arguments(self._args, row, len(u)))
         return torch.autograd.grad(outputs, list(self._point.values()), u[row], materialize_grads=True)
-
-
-class DoubleBackward(_Autograd):
-    """J v as the derivative of u -> Jᵀu: both graphs are kept."""
-
-    backend = "double_backward"
-
-    def __init__(self, function: Function, params: Parameters, args: tuple[Any, ...]) -> None:
-        with layer_derivatives(function if isinstance(function, nn.Module) else None):
-            super().__init__(function, params, args)
-        self._u = torch.zeros_like(self._graph, requires_grad=True)
-        with torch.enable_grad():
-            gradients = torch.autograd.grad(
-                self._graph, list(self._point.values()), self._u, create_graph=True, materialize_grads=True
-            )
-        reached = {name: g for name, g in zip(self._point, gradients, strict=True) if g.requires_grad}
-        self._reached, self._vjp_graph = list(reached), list(reached.values())
-
-    def _jvp(self, v: Parameters) -> Tensor:
-        tangents = [v[name].to(g.dtype) for name, g in zip(self._reached, self._vjp_graph, strict=True)]
-        try:
-            (tangent,) = torch.autograd.grad(self._vjp_graph, self._u, tangents, retain_graph=True)
-        except NotImplementedError as error:
-            remedy = "Compute the same by other operations, as nn.EmbeddingBag by nn.Embedding and a sum or mean"
-            missing = "products with the Jacobian need a second derivative that torch does not have"
-            raise ValueError(f"{missing}: {error} {remedy}") from error
-        return tangent
-
-
-class Linearize(_Autograd):
-    """J v from a trace of the forward derivative, with all that does not depend on v computed once.
-
-    This is ``torch.func.linearize``, but for one step: in-place operations are made functional before the trace is cut
-    in two. Without it recurrent layers are right in the first product and wrong in all later ones (torch 2.15). A trace
-    in which in-place writes are left (``padding_mode="circular"``) is refused, since the cut loses them: memory that
-    was never written would be read. A check against Jᵀu catches other traces that are wrong in silence.
-    """
-
-    backend = "linearize"
-
-    def __init__(self, function: Function, params: Parameters, args: tuple[Any, ...]) -> None:
-        super().__init__(function, params, args)
-        point = {name: p.detach() for name, p in self._point.items()}
-
-        def tangent(*v: Tensor) -> Tensor:
-            return torch_jvp(lambda p: self._call(p, *args), (point,), (dict(zip(point, v, strict=True)),))[1]
-
-        with (
-            torch.no_grad(),
-            _twice_differentiable(self._module),
-            restored_random_state(self._random_state),  # the same dropout mask as in the graph
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")  # notes of the tracer about its own deprecations
-            trace = make_fx(functionalize(tangent))(*(torch.zeros_like(p) for p in point.values()))
-            _refuse_lost_writes(trace)
-            self._trace = split_const_subgraphs(trace)
-            self._trace.run_folding()
-        self._check_adjoint()
-
-    def _jvp(self, v: Parameters) -> Tensor:
-        with torch.no_grad(), restored_random_state(self._random_state):
-            return self._trace(*(v[name] for name in self._point))
-
-    def _check_adjoint(self) -> None:
-        """⟨u, J v⟩ = ⟨Jᵀu, v⟩ for one random pair."""
-        generator = torch.Generator().manual_seed(0)
-        v = {k: normal_numbers(*p.shape, like=p, dtype=p.dtype, generator=generator) for k, p in self._point.items()}
-        u = normal_numbers(*self.outputs.shape, like=self.outputs, dtype=torch.float32, generator=generator)
-        self.jvp(v)  # a product that is wrong only from the second one on is wrong too
-        tangent, gradients = self.jvp(v), self.vjp(u)
-        left = inner(u, tangent)
-        right = torch.stack([inner(gradients[name], v[name]) for name in v]).sum()
-        scale = (inner(u, u) * inner(tangent, tangent)).sqrt()
-        tolerance = torch.finfo(self.outputs.dtype).eps ** 0.5
-        if not (left - right).abs() <= tolerance * scale:
-            raise RuntimeError(f"it gives a product that is not the adjoint of Jᵀu ({left:.6g} against {right:.6g})")
-
-
-def _refuse_lost_writes(trace: GraphModule) -> None:
-    """Raise RuntimeError for an in-place operation that takes effect by its write alone.
-
-    A write to a tensor that nothing else reads does no harm (``num_batches_tracked`` of batch normalisation).
-    """
-    for node in trace.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.is_mutable or node.users:
-            continue
-        written = node.args[0]
-        while _is_view(written):
-            written = written.args[0]
-        if len(written.users) > 1:
-            raise RuntimeError(f"it writes in place ({node.target}), which its trace would lose")
-
-
-def _is_view(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
 
 
 def written(vector: dict[str, Tensor], out: Parameters | None) -> dict[str, Tensor]:
@@ -255,10 +167,9 @@ def linearize(
             dimension.
         backend: ``"layer_rules"``: hand-written rules, for a module that is a chain of Linear and elementwise layers,
             the cheapest by far; ``"double_backward"``: a kept graph of the vector-Jacobian product, which covers
-            everything that has a second derivative, with rules of its own for recurrent layers, convolutions and
-            normalisations, but is wrong behind a ``torch.autograd.Function`` whose backward torch cannot differentiate;
-            ``"linearize"``: a traced forward derivative as ``torch.func.linearize`` makes it, dear to set up. If not
-            given, the first of these that covers the function; ``.backend`` says which.
+            everything that has a second derivative, with rules of its own for recurrent layers, but is wrong behind a
+            ``torch.autograd.Function`` whose backward torch cannot differentiate. If not given, the rules if they cover
+            the function; ``.backend`` says which.
         chunk_size: form each product over chunks of so many samples, each linearised again in every product: about half
             as much time again, for the memory of one chunk.
 
@@ -302,26 +213,7 @@ def linearize(
                 "backend='layer_rules' needs a module that is a chain of Linear, elementwise and reshaping layers, "
                 "called on one tensor; leave backend out for another module"
             )
-    before, refusal = random_state(*args), None
-    if backend != "linearize":
-        try:
-            return DoubleBackward(function, params, args)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # of an operation without a second derivative, or of the function itself
-            if backend is not None:
-                raise
-            refusal = error
-            _log.info("backend='double_backward' fails, 'linearize' is tried: %s", first_line(error))
-            set_random_state(before)
-    try:
-        return Linearize(function, params, args)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        if refusal is not None:
-            raise refusal from None
-        raise ValueError(f"backend='linearize' does not cover this function: {error}") from error
+    return DoubleBackward(function, params, args)
 
 
 def _layer_chain(function: Function, params: Parameters, args: tuple[Any, ...]) -> LayerChain | None:
@@ -338,8 +230,6 @@ class _Chunked(Linearization):
     ) -> None:
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be >= 1, got {chunk_size}")
-        if backend == "linearize":
-            raise ValueError("chunks are linearised in every product, for which 'linearize' is too dear")
         name = coupling_layer(function) if isinstance(function, nn.Module) else None
         if name is not None:
             remedy = "put it in eval mode, with running statistics, or leave chunk_size out"
@@ -366,11 +256,7 @@ class _Chunked(Linearization):
         """The chunks with the random numbers that come next."""
         for rows in self._rows:
             args = rows_of_arguments(self._args, rows, self._n)
-            if self._backend is None:
-                chain = _layer_chain(self._function, self._point, args)
-                yield rows, chain or DoubleBackward(self._function, self._point, args)
-            else:
-                yield rows, linearize(self._function, self._point, *args, backend=self._backend)
+            yield rows, linearize(self._function, self._point, *args, backend=self._backend)
 
     def _jvp(self, v: Parameters) -> Tensor:
         return torch.cat([chunk.jvp(v) for _, chunk in self._chunks()])

@@ -20,9 +20,9 @@ class ProjectedLeastSquares:
     """min ‖J d - b‖² + λ²‖d‖² over the Krylov space of JᵀJ and Jᵀb, which is the same for all λ.
 
     k steps give J V = U B, with k columns V and k + 1 columns U, orthonormal, and B bidiagonal; each takes one product
-    with J and one with Jᵀ. For each λ a problem of k unknowns is left, of which the solution with the lowest gradient is
-    taken: the iterate of LSMR (Fong & Saunders 2011). U and V are kept, and orthogonalised against all columns before,
-    without which rounding delays convergence.
+    with J and one with Jᵀ. For each λ a problem of k unknowns is left, and its solution with the lowest gradient
+    is taken: the iterate of LSMR (Fong & Saunders 2011). U and V are kept, and orthogonalised against all columns
+    before, without which rounding delays convergence.
 
     Args:
         matvec: d -> J d, (P,) to (N,).

@@ -97,8 +97,7 @@ class Diagnostics:
             warn(
                 "SHF: products with the Jacobian J of the outputs are wrong, for instance because the backward of a "
                 "torch.autograd.Function has no derivative (once_differentiable, detach or numpy): uᵀJ Jᵀu "
-                f"differs from ‖Jᵀu‖² by {error:.0%}. Write that backward in differentiable operations of torch, or "
-                "give the function setup_context and jvp, and take SHF(backend='linearize')"
+                f"differs from ‖Jᵀu‖² by {error:.0%}. Write that backward in differentiable operations of torch"
             )
 
     def check_reached(self, weights: Mapping[str, Tensor], gradient: Mapping[str, Tensor], args: Any) -> None:

@@ -73,7 +73,7 @@ class SHF(torch.optim.Optimizer):
         theta: θ of the norm test behind ``predicted_batch_size``.
         dataset_size: N of the norm test; None for a stream.
         backend: passed to :func:`~lightning_struct.functional.linearize`. If not given, ``"layer_rules"`` for chains of
-            Linear and elementwise layers, else ``"double_backward"`` if possible.
+            Linear and elementwise layers, else ``"double_backward"``.
         chunk_size: form products over chunks of this many samples, to save memory.
         held_out: share of each batch, in [0, 1), that is left out of the model and used to measure ρ: its last samples,
             of all processes together, in eval mode. ρ on the batch itself stays near 1 while the batch is overfitted;
@@ -118,7 +118,7 @@ class SHF(torch.optim.Optimizer):
         l2: float = 0.0,
         theta: float = 0.5,
         dataset_size: int | None = None,
-        backend: Literal["layer_rules", "linearize", "double_backward"] | None = None,
+        backend: Literal["layer_rules", "double_backward"] | None = None,
         chunk_size: int | None = None,
         held_out: float = 0.0,
         seed: int = 0,

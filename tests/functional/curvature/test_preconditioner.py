@@ -15,7 +15,7 @@ from lightning_struct.functional.curvature.preconditioner import (
 from lightning_struct.functional.randomness import random_signs
 from tests.cases import dense_jacobian, flat, trainable
 
-BACKENDS = ["layer_rules", "linearize", "double_backward"]
+BACKENDS = ["layer_rules", "double_backward"]
 
 
 def network() -> nn.Module:

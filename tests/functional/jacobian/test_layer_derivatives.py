@@ -1,6 +1,5 @@
-"""Products with the Jacobian by rules of layers and, where there is none, by torch's kernels."""
+"""Products with the Jacobian by rules of recurrent layers and, where there is none, by torch's kernels."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from lightning_struct.functional import Linearization, linearize
 from lightning_struct.functional.jacobian.layer_derivatives import layer_derivatives
 from tests.cases import dense_jacobian, flat, gaussian, random_like, trainable
-
-# Recurrent layers
 
 
 class Reader(nn.Module):
@@ -152,116 +149,33 @@ def test_wrong_inputs_get_the_error_of_torch() -> None:
         linearized(nn.Sequential(nn.GRU(5, 4)).double(), gaussian(2, 3, 3, seed=1))
 
 
-# Convolutions and normalisations
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_a_recurrent_layer_is_one_node_within_and_that_of_torch_outside(kind: type[nn.RNNBase]) -> None:
+    layer = kind(3, 2)
 
-
-IMAGES = (3, 4, 5, 5)
-LAYERS: list[tuple[nn.Module, tuple[int, ...]]] = [
-    (nn.Conv1d(4, 2, 3, padding=1), (3, 4, 5)),
-    (nn.Conv2d(4, 2, (3, 2), stride=2, dilation=(1, 2), bias=False), IMAGES),
-    (nn.Conv2d(4, 6, 3, groups=2, padding="same"), IMAGES),
-    (nn.Conv2d(4, 2, 2, padding="valid"), IMAGES),
-    (nn.Conv3d(2, 2, 2, padding=1), (3, 2, 2, 2, 2)),
-    (nn.LayerNorm(5), (3, 4, 5)),
-    (nn.LayerNorm((4, 5), bias=False), (3, 4, 5)),
-    (nn.LayerNorm(5, elementwise_affine=False), (3, 4, 5)),
-    (nn.GroupNorm(2, 4), IMAGES),
-    (nn.GroupNorm(4, 4, affine=False), (3, 4)),
-    (nn.BatchNorm1d(4), (6, 4)),
-    (nn.BatchNorm2d(4, affine=False), IMAGES),
-    (nn.BatchNorm2d(4, track_running_stats=False).eval(), IMAGES),
-    (nn.BatchNorm3d(2, momentum=None), (3, 2, 2, 2, 2)),
-    (nn.BatchNorm2d(4).eval(), IMAGES),
-]
-CASES = [
-    pytest.param(layer, shape, id=f"{layer}-{'training' if layer.training else 'eval'}") for layer, shape in LAYERS
-]
-
-
-class Between(nn.Module):
-    """A layer between elementwise functions of parameters, so that its inputs have tangents, too."""
-
-    def __init__(self, layer: nn.Module, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.scale, self.layer = nn.Parameter(gaussian(*shape[1:], seed=3)), copy.deepcopy(layer).double()
-        for name, tensor in [*self.layer.named_parameters(), *self.layer.named_buffers()]:
-            if tensor.is_floating_point():
-                tensor.data = (
-                    0.5 + gaussian(*tensor.shape, seed=4).abs() if "var" in name else gaussian(*tensor.shape, seed=5)
-                )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer((x * self.scale).sin()).flatten(1)
-
-
-@pytest.mark.parametrize(("layer", "shape"), CASES)
-def test_products_of_a_layer_equal_the_dense_jacobian(layer: nn.Module, shape: tuple[int, ...]) -> None:
-    check_products(Between(layer, shape), gaussian(*shape, seed=1))
-
-
-@pytest.mark.parametrize("frozen", ["weight", "bias"])
-@pytest.mark.parametrize(("layer", "shape"), [LAYERS[0], LAYERS[5], LAYERS[8]], ids=str)
-def test_frozen_parameters_of_a_layer_are_constants(layer: nn.Module, shape: tuple[int, ...], frozen: str) -> None:
-    module = Between(layer, shape)
-    module.layer.get_parameter(frozen).requires_grad_(False)
-    check_products(module, gaussian(*shape, seed=1))
-
-
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (nn.Conv2d(4, 2, 3, padding=1, padding_mode="reflect"), IMAGES),
-        (nn.Conv1d(4, 2, 2, padding="same"), (3, 4, 5)),
-        (nn.InstanceNorm2d(4, affine=True), IMAGES),
-        (nn.ConvTranspose2d(4, 2, 2), IMAGES),
-    ],
-    ids=str,
-)
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-def test_layers_that_have_no_rule_are_those_of_torch(layer: nn.Module, shape: tuple[int, ...]) -> None:
-    check_products(Between(layer, shape), gaussian(*shape, seed=1))
-
-
-def test_statistics_of_a_batch_are_taken_once() -> None:
-    layer, inputs = nn.BatchNorm1d(4), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    by_torch = copy.deepcopy(layer)
-    by_torch(inputs)
-    with layer_derivatives(layer):
-        layer(inputs)
-    for name, buffer in layer.named_buffers():
-        torch.testing.assert_close(buffer, by_torch.get_buffer(name), rtol=0, atol=0)
-
-
-# Where rules are used
-
-
-RULED = [(nn.LSTM(3, 2), (4, 5, 3)), *LAYERS]
-
-
-@pytest.mark.parametrize(("layer", "shape"), RULED, ids=lambda value: str(value))
-def test_a_layer_with_a_rule_is_one_node_within_and_that_of_torch_outside(
-    layer: nn.Module, shape: tuple[int, ...]
-) -> None:
     def node() -> str:
-        found = layer(torch.ones(shape, requires_grad=True))
-        return type((found[0] if isinstance(found, tuple) else found).grad_fn).__name__
+        return type(layer(torch.ones(4, 5, 3, requires_grad=True))[1][0].grad_fn).__name__
 
     outside = node()
     with layer_derivatives(layer):
-        within = node()
-    assert (within, node()) == ("_CallBackward", outside)
-    assert outside != within
+        assert node() != outside
+    assert node() == outside
 
 
 def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
-    class Doubled(nn.LayerNorm):
-        def forward(self, input: Tensor) -> Tensor:
-            return 2 * super().forward(input)
+    class Doubled(nn.GRU):
+        def forward(self, *args: Any) -> Any:
+            outputs, states = super().forward(*args)
+            return 2 * outputs, states
 
-    check_products(Between(Doubled(5), (3, 4, 5)), gaussian(3, 4, 5, seed=1))
+    torch.manual_seed(0)
+    check_products(Reader(Doubled(3, 4)).double(), gaussian(2, 3, 3, seed=1))
 
 
-def test_under_autocast_layers_are_those_of_torch() -> None:
-    layer = nn.Conv1d(4, 2, 3)
-    with layer_derivatives(layer), torch.autocast("cpu", torch.bfloat16):
-        assert layer(torch.ones(3, 4, 5)).dtype == torch.bfloat16
+def test_under_autocast_a_layer_is_that_of_torch() -> None:
+    layer = nn.GRU(3, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(torch.ones(4, 5, 3))
+        with layer_derivatives(layer):
+            found = layer(torch.ones(4, 5, 3))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

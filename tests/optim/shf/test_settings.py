@@ -92,7 +92,7 @@ def test_what_an_option_does_not_take_is_named_with_what_it_takes(make: Callable
         ({"preconditioner": None}, "preconditioner=None"),
         ({"preconditioner": "fisher"}, "preconditioner='fisher'"),
         ({"l2": 0.1}, "l2=0.1"),
-        ({"backend": "linearize"}, "backend='linearize'"),
+        ({"backend": "layer_rules"}, "backend='layer_rules'"),
         ({"chunk_size": 5}, "chunk_size=5"),
         ({"held_out": 0.2}, "held_out=0.2"),
         ({"damping": NextBatch()}, "damping=NextBatch"),

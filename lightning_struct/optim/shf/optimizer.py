@@ -75,9 +75,6 @@ class SHF(torch.optim.Optimizer):
         backend: passed to :func:`~lightning_struct.functional.linearize`. If not given, ``"layer_rules"`` for chains of
             Linear and elementwise layers, else ``"double_backward"``.
         chunk_size: form products over chunks of this many samples, to save memory.
-        held_out: share of each batch, in [0, 1), that is left out of the model and used to measure ρ: its last samples,
-            of all processes together, in eval mode. ρ on the batch itself stays near 1 while the batch is overfitted;
-            this one falls, and the damping rises.
         seed: seed, together with the number of the step, of the preconditioner's random signs and of the network's own
             draws (dropout).
 
@@ -120,7 +117,6 @@ class SHF(torch.optim.Optimizer):
         dataset_size: int | None = None,
         backend: Literal["layer_rules", "double_backward"] | None = None,
         chunk_size: int | None = None,
-        held_out: float = 0.0,
         seed: int = 0,
     ) -> None:
         check_module(module, "SHF", "which it calls itself")
@@ -136,7 +132,6 @@ class SHF(torch.optim.Optimizer):
             dataset_size=dataset_size,
             backend=backend,
             chunk_size=chunk_size,
-            held_out=held_out,
             seed=seed,
         )
         self.module = module

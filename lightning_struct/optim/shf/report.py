@@ -15,7 +15,7 @@ class StepReport:
     Attributes:
         loss_before: f at the old weights.
         loss_after: f at the new weights, on the same batch.
-        reduction_ratio: ρ of section 4.2, on the samples held out if there are any; 0 if no step was taken.
+        reduction_ratio: ρ of section 4.2; 0 if no step was taken.
         step_length: s of the line search; 0 if no step was taken.
         damping: λ that the accepted direction was computed with.
         solver_iterations: iterations of the solver, all tries together.
@@ -25,7 +25,7 @@ class StepReport:
         gradient_norm: ‖∇f‖ at the old weights.
         gradient_variance: ‖Var‖₁ of the per-sample gradients, or an estimate (:attr:`SHF.exact_variance`); None where
             samples are coupled by batch normalisation, and for a batch of one.
-        batch_size: samples over all processes, those held out among them.
+        batch_size: samples over all processes.
         predicted_batch_size: n̂ of the norm test; None if the variance is, or if the gradient is zero.
         block_losses: name -> ½ mean_i r²_{b,i} before the step, without its weight, if the module returns residuals
             (``loss="least_squares"``).

@@ -134,17 +134,8 @@ class Samples:
         """Number of samples on the processes before this one."""
         return sum(self.counts[: rank()])
 
-    def split(self, counts: tuple[int, ...]) -> tuple[Samples, Samples]:
-        """The first ``counts[r]`` samples of each process r, and the others."""
-        begin, end = slice(counts[rank()]), slice(counts[rank()], None)
-        others = tuple(count - first for count, first in zip(self.counts, counts, strict=True))
-        first = self
-        if counts != self.counts:
-            first = replace(self, args=self._rows_of_args(begin), targets=self.targets[begin], counts=counts)
-        return first, replace(self, args=self._rows_of_args(end), targets=self.targets[end], counts=others)
-
-    def first(self, number: int, option: str) -> tuple[Samples, Samples]:
-        """The first samples of the batch of all processes, and the others; ``option`` asked for that.
+    def first(self, number: int) -> Samples:
+        """The first samples of the batch of all processes.
 
         Raises:
             ValueError: a process would be left without samples.
@@ -155,24 +146,11 @@ class Samples:
             left -= counts[-1]
             if not counts[-1]:
                 raise ValueError(
-                    f"{option} leaves {number} of {self.total} samples, the first ones, and none on process {r}, which "
-                    f"has the samples from {sum(self.counts[:r])} on: choose a share that leaves each process some"
+                    f"curvature_share leaves the first {number} of {self.total} samples, and none on process {r}, "
+                    f"which has the samples from {sum(self.counts[:r])} on: choose a larger share"
                 )
-        return self.split(tuple(counts))
-
-    def hold_out(self, share: float) -> tuple[Samples, Samples]:
-        """The samples that the model is made of, and those held out: the last ``share`` of the batch of all processes.
-
-        Raises:
-            ValueError: the batch is too small for a share above 0, or a process would be left without samples.
-        """
-        number = int(share * self.total)
-        if share > 0 and number == 0:
-            raise ValueError(
-                f"held_out={share} of a batch of {self.total} leaves no sample to measure the reduction ratio on: "
-                "enlarge the batch or the share"
-            )
-        return self.first(self.total - number, f"held_out={share}")
+        rows = slice(counts[rank()])
+        return replace(self, args=self._rows_of_args(rows), targets=self.targets[rows], counts=tuple(counts))
 
     def chunks(self, size: int | None) -> Iterator[tuple[tuple[Any, ...], Tensor, slice]]:
         """Arguments, targets and rows of this process's samples, ``size`` at a time, or all at once for None."""

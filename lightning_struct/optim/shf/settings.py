@@ -371,7 +371,6 @@ class Settings:
     dataset_size: int | None
     backend: str | None
     chunk_size: int | None
-    held_out: float
     seed: int
 
     def __post_init__(self) -> None:
@@ -382,7 +381,6 @@ class Settings:
         self._check("theta", "a number > 0", lambda v: is_real(v) and v > 0)
         self._check("dataset_size chunk_size", "an integer >= 1, or None", lambda v: v is None or _is_positive(v))
         self._check("backend", f"one of {_listed(*BACKENDS, None)}", lambda v: v in (None, *BACKENDS))
-        self._check("held_out", "a number in [0, 1)", lambda v: is_real(v) and 0 <= v < 1)
         self._check("seed", "an integer", is_integer)
         if isinstance(self.solver, LSMR) and self.solver.damping_space == "y" and self._damps_x_only:
             raise ValueError(
@@ -473,7 +471,7 @@ class Settings:
             "l2": "return √l2 times the weights as a block of one row, torch.cat([...])[None]",
             "solver": "choose 'lsmr' or 'exact', or leave it out",
         }
-        unused = {"preconditioner": AUTO, "l2": 0.0, "backend": None, "chunk_size": None, "held_out": 0.0}
+        unused = {"preconditioner": AUTO, "l2": 0.0, "backend": None, "chunk_size": None}
         refused = {name: getattr(self, name) for name, default in unused.items() if getattr(self, name) != default}
         if isinstance(damping, NextBatch):
             refused["damping"] = damping

@@ -91,7 +91,6 @@ SCENARIOS = {
     "kronecker_parameter": Scenario(
         {"preconditioner": "kronecker", "solver": LSMR(maxiter=8), "backend": "double_backward"}, build=offset
     ),
-    "held_out": Scenario({"held_out": 0.25, "solver": LSMR(maxiter=10)}, sizes=EVENER),
     "curvature_share": Scenario({"preconditioner": "kronecker", "solver": CG(curvature_share=0.8)}, sizes=EVENER),
     "two_arguments": Scenario({"damping": None}, loss="cross_entropy"),
     "two_arguments_parameter": Scenario({"damping": None}, build=offset),
@@ -161,8 +160,8 @@ def count_collectives(rank: int, maxiter: int, preconditioner: str = "diagonal")
 
 
 def refused(rank: int) -> str:
-    """The message of a step that holds out the samples of rank 1, and more."""
-    scenario = Scenario({"held_out": 0.6})
+    """The message of a step whose curvature is of samples of rank 0 alone."""
+    scenario = Scenario({"solver": CG(curvature_share=0.4)})
     _, optimizer = make(scenario)
     inputs, targets = share(draw(12, 100, scenario), (5, 7), rank)
     with pytest.raises(ValueError) as error:
@@ -311,4 +310,4 @@ def test_a_fault_on_one_process_is_an_error_on_both_that_changes_nothing(
 
 def test_a_share_that_leaves_a_process_without_samples_is_refused_on_all(processes: list[dict[str, Any]]) -> None:
     for process in processes:
-        assert "held_out=0.6 leaves 5 of 12 samples, the first ones, and none on process 1" in process["refused"]
+        assert "curvature_share leaves the first 5 of 12 samples, and none on process 1" in process["refused"]

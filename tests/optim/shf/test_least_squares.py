@@ -1152,7 +1152,7 @@ def test_the_jacobian_is_not_formed_where_the_bases_leave_no_room(
     assert model.form_for_products is not None
     free = (2 * model.form_for_products.numbers + 10 * (len(model.residual) + 17)) * 8
     monkeypatch.setattr("lightning_struct.optim.memory.available_memory", lambda _: free)
-    assert isinstance(KrylovSolver(model, "lsmr", maxiter, FreeMemory())._products, RowProducts) == is_formed
+    assert isinstance(KrylovSolver(model, maxiter, FreeMemory())._products, RowProducts) == is_formed
 
 
 def test_a_fixed_damping_of_a_wide_network_is_used_however_small() -> None:

@@ -66,7 +66,6 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: settings(theta=0.0), "theta must be a number > 0, got 0.0"),
     (lambda: settings(chunk_size=0), "chunk_size must be an integer >= 1, or None, got 0"),
     (lambda: settings(backend="jax"), "backend must be one of .* got 'jax'"),
-    (lambda: settings(held_out=1.0), r"held_out must be a number in \[0, 1\), got 1.0"),
     (lambda: replace(settings(), l2=-1.0), "l2 must be a number >= 0"),
     (lambda: settings(solver=LSMR(damping_space="y"), l2=0.1), "damping_space='y'"),
     (lambda: settings(solver=LSMR(damping_space="y"), preconditioner="kronecker"), "damping_space='y'"),
@@ -94,7 +93,6 @@ def test_what_an_option_does_not_take_is_named_with_what_it_takes(make: Callable
         ({"l2": 0.1}, "l2=0.1"),
         ({"backend": "layer_rules"}, "backend='layer_rules'"),
         ({"chunk_size": 5}, "chunk_size=5"),
-        ({"held_out": 0.2}, "held_out=0.2"),
         ({"damping": NextBatch()}, "damping=NextBatch"),
         ({"damping": LevenbergMarquardt(lower=0.1)}, "LevenbergMarquardt.lower=0.1"),
         ({"damping": LevenbergMarquardt(upper=0.9)}, "LevenbergMarquardt.upper=0.9"),
@@ -204,7 +202,7 @@ IN_FORCE: list[tuple[dict[str, Any], dict[str, Any]]] = [
         },
     ),
     ({"loss": "least_squares", "solver": "exact"}, {"solver": Exact(), "maxiter": 150}),
-    ({"l2": 0.1, "theta": 0.3, "dataset_size": 50, "chunk_size": 5, "held_out": 0.2, "seed": 5}, {"theta": 0.3}),
+    ({"l2": 0.1, "theta": 0.3, "dataset_size": 50, "chunk_size": 5, "seed": 5}, {"theta": 0.3}),
 ]
 
 

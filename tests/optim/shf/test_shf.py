@@ -545,7 +545,6 @@ class OfDict(nn.Module):
         {},
         {"damping": 1.0},
         {"damping": 1.0, "chunk_size": 5},
-        {"damping": 1.0, "held_out": 0.3},
         {"damping": 1.0, "solver": CG(curvature_share=0.5)},
     ],
     ids=str,
@@ -628,10 +627,9 @@ def test_a_compiled_loop_takes_its_steps_outside_of_graphs() -> None:
     assert len(graphs) < 5
 
 
-@pytest.mark.parametrize("options", [{}, {"preconditioner": None, "held_out": 0.25}])
-def test_the_default_device_of_torch_need_not_be_that_of_the_module(options: dict[str, Any]) -> None:
+def test_the_default_device_of_torch_need_not_be_that_of_the_module() -> None:
     module, reference, data = network(), network(), [batch(), batch(seed=3)]
-    optimizers = SHF(module, "mse", **options), SHF(reference, "mse", **options)
+    optimizers = SHF(module, "mse"), SHF(reference, "mse")
     expected = [take(optimizers[1], pair) for pair in data]
     with torch.device("meta"):
         reports = [take(optimizers[0], pair) for pair in data]
@@ -1031,48 +1029,6 @@ def test_an_empty_batch_among_the_validation_data_does_not_count() -> None:
     assert take(optimizer, batch()).merit == pytest.approx(validation_loss(module, [data]), rel=1e-12)
 
 
-# --- samples held out
-# --------------------------------------------------------------------------------------------------
-
-
-def test_the_reduction_ratio_is_measured_on_the_samples_held_out() -> None:
-    module, (inputs, targets) = with_dropout(), batch(20)
-    before = copy.deepcopy(module)
-    alone = copy.deepcopy(module)
-    options: dict[str, Any] = {"damping": 0.3, "l2": 0.1, "solver": LSMR(maxiter=8)}
-    report = take(SHF(module, "mse", held_out=0.25, **options), (inputs, targets))
-    expected = take(SHF(alone, "mse", **options), (inputs[:15], targets[:15]))
-    assert torch.equal(weights(module), weights(alone))
-    assert report.step_length == 1.0
-
-    def loss(net: nn.Module) -> float:
-        return (
-            mean_loss(copy.deepcopy(net).eval(), (inputs[15:], targets[15:]))
-            + 0.05 * weights(net).square().sum().item()
-        )
-
-    predicted = (expected.loss_after - expected.loss_before) / expected.reduction_ratio
-    assert report.reduction_ratio == pytest.approx((loss(module) - loss(before)) / predicted, rel=1e-9)
-    assert (report.batch_size, expected.batch_size) == (20, 15)
-
-
-def test_a_batch_that_is_overfitted_raises_the_damping() -> None:
-    """Thirty weights and twelve samples of noise: the batch is fitted, and nothing is learnt."""
-    data = (gaussian(16, 4, seed=1), gaussian(16, 2, seed=2))
-    dampings = {}
-    for held_out in (0.0, 0.25):
-        optimizer = SHF(
-            network(),
-            "mse",
-            damping=LevenbergMarquardt(initial=0.1, drop=0.5),
-            held_out=held_out,
-            solver=LSMR(maxiter=100),
-        )
-        take(optimizer, data)
-        dampings[held_out] = optimizer.damping
-    assert dampings[0.0] < 0.1 < dampings[0.25]
-
-
 # --- saving, loading, copying ----------------------------------------------------------------------------------------
 
 SIZES = (6, 9, 9, 14, 10, 16)
@@ -1380,11 +1336,6 @@ REFUSED_BATCHES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "returned torch.complex128",
     ),
     "NaN in the outputs": ({"module": Root(4, 2)}, ValueError, "loss at the current weights is nan"),
-    "NaN held out": (
-        {"targets": TARGETS.index_fill(0, torch.tensor(11), math.nan), "held_out": 0.25},
-        ValueError,
-        "the batch holds NaN or infinity",
-    ),
     "overflow": ({"targets": TARGETS * 1e200}, ValueError, "loss at the current weights is inf"),
     "no targets": ({"targets": None}, TypeError, r"step\(inputs=..., targets=...\)"),
     "no inputs": ({"inputs": None}, TypeError, r"step\(inputs=..., targets=...\)"),
@@ -1393,7 +1344,6 @@ REFUSED_BATCHES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "1 normalises over the batch.*leave chunk_size out",
     ),
-    "held out": ({"held_out": 0.01}, ValueError, r"held_out=0.01 of a batch of 12 leaves no sample"),
 }
 
 

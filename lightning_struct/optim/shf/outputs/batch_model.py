@@ -47,8 +47,8 @@ class BatchModel:
         weights: name -> the trainable weights, detached.
         inputs: this process's samples, a tensor or a tuple of tensors.
         targets: row i belongs to sample i.
-        settings: ``l2``, ``backend``, ``chunk_size``, ``held_out``, and the solver's ``curvature_share``: the share of
-            the samples that are not held out, the first ones, whose rows A has; f and ∇f are of all.
+        settings: ``l2``, ``backend``, ``chunk_size``, and the solver's ``curvature_share``: the share of the samples,
+            the first ones, whose rows A has; f and ∇f are of all.
         layers: whether layers are asked for the gradients of single samples, for their variance.
         single_samples: whether to form these gradients if layers do not show them. Else the variance is estimated from
             the two halves of the batch, for one product more.
@@ -59,8 +59,7 @@ class BatchModel:
         weights: w.
         random_state: the state that random numbers start from in each evaluation.
         objective: f, truly evaluated.
-        n: samples over all processes that f is the mean of.
-        samples: n, and those that are held out.
+        samples: n, over all processes.
         value: f(w).
         value_before: f(w - change), if a change was given.
         largest_fall: ½‖b‖²/n, the largest fall of the model by any step; f(w) if that is less and not negative.
@@ -77,7 +76,7 @@ class BatchModel:
     Raises:
         TypeError: a loss whose value is no tensor without dimensions.
         ValueError: a loss whose residual is not shaped like the outputs; a forward that changes its inputs in place; an
-            empty batch, or one too small to hold samples out; NaN or infinity in the data or in f, on any of the
+            empty batch, or one too small for the share; NaN or infinity in the data or in f, on any of the
             processes.
     """
 
@@ -97,10 +96,10 @@ class BatchModel:
         self.module, self.loss, self.weights, self.settings = module, loss, FlatWeights(weights), settings
         self._layers, self._single_samples = layers, single_samples
         self._dtype, self._device = self.weights.vector.dtype, self.weights.vector.device
-        batch, held = Samples.of_batch(inputs, targets, self._device).hold_out(settings.held_out)
-        self.n, self.samples, self._args = batch.total, batch.total + held.total, batch.args
+        batch = Samples.of_batch(inputs, targets, self._device)
+        self.samples, self._args = batch.total, batch.args
         self.random_state = random_state(*batch.args)
-        self.objective = Objective(module, loss, self.weights, batch, held, self.random_state, settings)
+        self.objective = Objective(module, loss, self.weights, batch, self.random_state, settings)
         before = versions(batch.args)
         self._linearize(batch)
         if versions(batch.args) != before:
@@ -111,15 +110,10 @@ class BatchModel:
         self._measure(batch.not_finite, change, per_sample=coupling_layer(module) is None)
         share = settings.solver.curvature_share if isinstance(settings.solver, CG) else 1.0
         if share < 1.0:
-            self._linearize(batch.first(math.ceil(share * batch.total), f"curvature_share={share}")[0])
+            self._linearize(batch.first(math.ceil(share * batch.total)))
         self.right_hand_side = -self._residual
 
     block_losses: Mapping[str, float] = {}
-
-    @property
-    def has_held_out(self) -> bool:
-        """Whether any samples are held out."""
-        return self.samples > self.n
 
     def write_buffers(self, buffers: BufferUpdates) -> None:
         """Let a forward write into the buffers of the module, as it is now."""
@@ -183,9 +177,9 @@ class BatchModel:
         elif per_sample and (self._layers or self._single_samples):
             sums[1] = self._sum_of_squared_norms(cotangent)
         own, sums = sums[1].clone(), all_reduce(sums)
-        mean = self.backward(self._residual).div_(self.n)
+        mean = self.backward(self._residual).div_(self.samples)
         squares_of_mean = inner(mean, mean)
-        by_halves = per_sample and self.n > 1 and not self._layers and not self._single_samples
+        by_halves = per_sample and self.samples > 1 and not self._layers and not self._single_samples
         half = self._squares_of_halves(mean) if by_halves else torch.zeros_like(squares_of_mean)
         weights = self.weights.vector
         self.gradient = mean.add(weights, alpha=self.settings.l2)
@@ -203,7 +197,7 @@ class BatchModel:
                 f"the loss at the current weights is {self.value}; they are unchanged. Lower the scale of the "
                 "initialisation or of the data, or raise the damping"
             )
-        self.largest_fall = min(squares / self.n, self.value if self.value > 0.0 else math.inf)
+        self.largest_fall = min(squares / self.samples, self.value if self.value > 0.0 else math.inf)
         if not math.isfinite(mean_squared):
             raise NotFinite(
                 f"the gradient at the current weights has the squared norm {mean_squared} in {self._dtype}; they are "
@@ -217,12 +211,12 @@ class BatchModel:
             squared_norms = all_reduce(own).item()
             self.uncovered = self.uncovered or "they do not show it on another process"
         self.variance = None
-        if per_sample and self.n > 1:
+        if per_sample and self.samples > 1:
             if by_halves or math.isnan(squared_norms):
                 half_squared = half_squared if by_halves else self._squares_of_halves(mean).item()
-                self.variance = half_squared / (1 / (self.n // 2) + 1 / (self.n - self.n // 2))
+                self.variance = half_squared / (1 / (self.samples // 2) + 1 / (self.samples - self.samples // 2))
             else:
-                self.variance = variance_from_sums(squared_norms, self.n, mean_squared)
+                self.variance = variance_from_sums(squared_norms, self.samples, mean_squared)
             if not math.isfinite(self.variance):
                 self.variance = None
 
@@ -234,11 +228,11 @@ class BatchModel:
 
     def _squares_of_halves(self, mean: Tensor) -> Tensor:
         """‖ḡ₁ - ḡ₂‖² of the mean gradients of the two halves of the batch: on average (1/n₁ + 1/n₂) ‖Var‖₁."""
-        first = self.n // 2
+        first = self.samples // 2
         part = self._residual.clone()
         part[max(first - self.rows.first_row, 0) :] = 0.0  # the first half is that of all processes' samples
         of_first = self.backward(part).div_(first)
-        difference = (of_first - mean).mul_(self.n / (self.n - first))  # ḡ₂ = (n ḡ - n₁ ḡ₁)/n₂
+        difference = (of_first - mean).mul_(self.samples / (self.samples - first))  # ḡ₂ = (n ḡ - n₁ ḡ₁)/n₂
         return inner(difference, difference)
 
     def forward(self, d: Tensor) -> Tensor:
@@ -255,7 +249,7 @@ class BatchModel:
 
     def gradient_of_rows(self) -> Tensor:
         """Aᵀb where A has rows of all samples, from ∇f."""
-        return torch.sub(self.weights.vector * self.settings.l2, self.gradient).mul_(self.n)
+        return torch.sub(self.weights.vector * self.settings.l2, self.gradient).mul_(self.samples)
 
     def curvature(self, d: Tensor) -> Tensor:
         """AᵀA d/m."""

@@ -22,7 +22,6 @@ class Objective:
         loss: its mean over samples is f.
         weights: w.
         batch: the samples that f is the mean of.
-        held_out: samples of the batch that f leaves out.
         random_state: the state that random numbers start from in each evaluation on ``batch``, for one dropout mask.
         settings: ``l2``, the weight of ½‖w‖², and ``chunk_size``, the samples that are evaluated at once.
     """
@@ -33,12 +32,11 @@ class Objective:
         loss: GaussNewtonLoss,
         weights: FlatWeights,
         batch: Samples,
-        held_out: Samples,
         random_state: RandomState,
         settings: Settings,
     ) -> None:
         self._module, self._loss, self._weights = module, loss, weights
-        self._batch, self._held_out, self._random_state = batch, held_out, random_state
+        self._batch, self._random_state = batch, random_state
         self._l2, self._chunk_size = settings.l2, settings.chunk_size
         self._like = weights.vector
 
@@ -75,16 +73,6 @@ class Objective:
                 total[1] += len(targets)
         loss, samples = all_reduce(total).tolist()
         return loss / samples
-
-    def held_out_change(self, d: Tensor) -> float:
-        """f(w + d) - f(w) on the samples that are held out, the module in eval mode."""
-        batches = [(self._held_out.args, self._held_out.targets)]
-        loss = self.merit(d, batches) - self.merit(torch.zeros_like(d), batches)
-        return loss + self.penalty(self._weights.vector + d) - self.penalty(self._weights.vector)
-
-    def penalty(self, weights: Tensor) -> float:
-        """½ l2 ‖w‖² of a flat vector of weights."""
-        return 0.5 * self._l2 * inner(weights, weights).item() if self._l2 else 0.0
 
     def _outputs(self, weights: Tensor, args: tuple[Any, ...]) -> Tensor:
         return call_with(self._module, self._weights.unflat(weights), args).to(self._like.dtype)

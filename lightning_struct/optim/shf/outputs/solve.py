@@ -132,7 +132,7 @@ def solve(
         model.forward,
         model.backward,
         model.right_hand_side,
-        damp=strength * math.sqrt(model.n),
+        damp=strength * math.sqrt(model.samples),
         x0=start,
         damping_center=center,
         damping_space=settings.damping_space,
@@ -228,8 +228,9 @@ def update_along(model: BatchModel, solution: Solution, *, damping: float, itera
     found = armijo(partial(model.objective.value_at, d), model.value, slope, alpha=_ARMIJO, first_value=full)
     if found.step_length == 0.0:
         return None
-    actual = model.objective.held_out_change(d) if model.has_held_out else full - model.value
-    ratio = actual / predicted if math.isfinite(actual) else 0.0  # ρ = (f(w + d) - f(w)) / (½‖A d‖² - d·Aᵀb)
+    ratio = (
+        (full - model.value) / predicted if math.isfinite(full) else 0.0
+    )  # ρ = (f(w + d) - f(w)) / (½‖A d‖² - d·Aᵀb)
     s = found.step_length
     last_is_known = bool(solution.merits) and solution.merits[-1][0] == solution.iterations
     return Update(

@@ -195,7 +195,7 @@ class OutputSteps(Steps):
         memory = replace(
             memory,
             steps=memory.steps + 1,
-            largest_batch=max(model.n, memory.largest_batch),
+            largest_batch=max(model.samples, memory.largest_batch),
             direction=update.direction,
             max_factor_size=None if self.kronecker is None else self.kronecker.max_size,
             factors=solver.factors,
@@ -336,8 +336,8 @@ class OutputSteps(Steps):
     def scaled_maxiter(self, now: StepState, model: BatchModel) -> int:
         """maxiter <- ⌈n_next/n · maxiter⌉ (section 4.5)."""
         maxiter, largest, solver = now.group["maxiter"], now.memory.largest_batch, self.settings.solver
-        grows = getattr(solver, "scale_maxiter", False) and largest and model.n > largest
-        return math.ceil(model.n / largest * maxiter) if grows else maxiter
+        grows = getattr(solver, "scale_maxiter", False) and largest and model.samples > largest
+        return math.ceil(model.samples / largest * maxiter) if grows else maxiter
 
     def _raised(self, damping: float) -> float:
         return min(damping * _RETRY_DAMPING, self.settings.damping.bounds[1])

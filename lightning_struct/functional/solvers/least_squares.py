@@ -136,16 +136,16 @@ def lsmr(
         maxiter = min(problem.size_of_b, problem.size_of_x) + (problem.size_of_x if problem.rows_in_operator else 0)
     if not (maxiter >= 0 and atol >= 0 and btol >= 0):  # nor NaN
         raise ValueError(f"maxiter, atol and btol must be >= 0, got {maxiter}, {atol}, {btol}")
-    process = _Bidiagonalisation(problem)
+    process = Bidiagonalisation(problem)
     z = [torch.zeros_like(t) for t in process.v]
     right_hand_side_norm = process.beta
     if process.alpha * process.beta == 0.0:
         return LeastSquaresResult(problem.x_of(z), 0, right_hand_side_norm, 0.0, "zero_gradient")
 
-    norms = _Norms(right_hand_side_norm, process.alpha * process.beta, process.alpha, 0.0)
+    norms = IterationNorms(right_hand_side_norm, process.alpha * process.beta, process.alpha, 0.0)
     iteration, reason = 0, "maxiter"
     if maxiter > 0:
-        for iteration, norms in enumerate(_steps(process, problem.damp, z), start=1):
+        for iteration, norms in enumerate(lsmr_steps(process, problem.damp, z), start=1):
             small = norms.operator * norms.residual
             # ‖Āᵀr̄‖ <= atol ‖Ā‖ ‖r̄‖ (section 5, equation (19))
             if norms.normal_residual <= max(atol, _EPS) * small:
@@ -298,7 +298,7 @@ class _Problem:
         return structured(self._x_like, x)
 
 
-class _Bidiagonalisation:
+class Bidiagonalisation:
     """Golub-Kahan (Algorithm 6): β₁u₁ = r0, α₁v₁ = Aᵀu₁; then β u ← A v - α u, α v ← Aᵀu - β v, all of unit norm."""
 
     def __init__(self, problem: _Problem) -> None:
@@ -342,7 +342,7 @@ def _normalise(vector: list[Tensor], norm: Tensor) -> None:
         t.mul_(scale)
 
 
-class _Norms(NamedTuple):
+class IterationNorms(NamedTuple):
     """Norms that the stopping rules read after an iteration; that of the solution z is no more than its bound."""
 
     residual: float
@@ -351,7 +351,7 @@ class _Norms(NamedTuple):
     solution_bound: float
 
 
-def _steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> Iterator[_Norms]:
+def lsmr_steps(process: Bidiagonalisation, damp: float, z: list[Tensor]) -> Iterator[IterationNorms]:
     """LSMR (Algorithm 6; Fong & Saunders 2011, sections 2.8 and 5); ``z`` is updated in place. The names are theirs."""
     alpha, beta = process.alpha, process.beta
     alpha_bar, zeta_bar = alpha, alpha * beta
@@ -407,10 +407,10 @@ def _steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> Iterato
         frobenius += beta * beta
         operator_norm = math.sqrt(frobenius)
         frobenius += alpha * alpha + damp * damp
-        yield _Norms(residual_norm, abs(zeta_bar), operator_norm, bound)
+        yield IterationNorms(residual_norm, abs(zeta_bar), operator_norm, bound)
 
 
-def _is_small(norms: _Norms, absolute: float, relative: float, z: list[Tensor]) -> bool:
+def _is_small(norms: IterationNorms, absolute: float, relative: float, z: list[Tensor]) -> bool:
     """Whether ‖r̄‖ <= ``absolute`` + ``relative`` ‖z‖; only near the bound on ‖z‖ the host waits for ‖z‖ itself."""
     missing = norms.residual - absolute
     # a hundredth for rounding

@@ -66,7 +66,7 @@ def all_gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def of_first_process(numbers: Sequence[float], device: torch.device) -> list[float]:
+def broadcast_numbers(numbers: Sequence[float], device: torch.device) -> list[float]:
     """The numbers of the first process, in all of them; one collective, which pickles nothing."""
     if world_size() == 1:
         return list(numbers)

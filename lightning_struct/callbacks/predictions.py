@@ -50,18 +50,10 @@ class PredictionWriter(BasePredictionWriter):
         """Lightning's interval of writing: the end of the predictions."""
         return lightning_classes("callbacks.prediction_writer.WriteInterval")[0]("epoch")
 
-    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        loaders = len(trainer.num_predict_batches)
-        if loaders > 1:
-            raise MisconfigurationException(
-                f"PredictionWriter writes the predictions of one loader, but there are {loaders}: leave out others"
-            )
-
-    def on_predict_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
-    ) -> None:
-        if batch_idx == 0:
-            _check_rows([outputs])  # all others would be predicted in vain
+    def on_predict_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *numbers: int) -> None:
+        if len(numbers) > 1:  # that of the loader comes after that of the batch
+            raise MisconfigurationException("PredictionWriter writes the predictions of one loader: leave out others")
+        _check_rows([outputs])  # all others would be predicted in vain
 
     def write_on_epoch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]

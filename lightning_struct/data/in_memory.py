@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_struct.data.files import read_or_explain
-from lightning_struct.data.sampling import DrawLoader, IndependentDraws, Samples, keep_batch
+from lightning_struct.data.sampling import CollatedBatch, DrawLoader, IndependentDraws, keep_batch
 from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.distributed import data_parallel_replicas
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
@@ -36,8 +36,8 @@ class BatchedTensorDataset(TensorDataset):
         [tensor([0, 1, 2, 3]), tensor([0, 1, 0, 1])]
     """
 
-    def __getitems__(self, indices: list[int]) -> Samples:
-        return Samples(self[indices])
+    def __getitems__(self, indices: list[int]) -> CollatedBatch:
+        return CollatedBatch(self[indices])
 
 
 class Splits(NamedTuple):

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from lightning_struct.functional.checks import first_line
 from lightning_struct.utilities.checks import known_length
 from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.random_states import (
@@ -98,12 +97,6 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         """
         self.ends, self._handed, self._resumed_from = list(accumulate(sizes)), handed, states
         self.asked_for.clear()
-
-    def split(self, place: int, sizes: Iterable[int]) -> None:
-        """Note that the batch at ``place`` of this pass was delivered as batches of other sizes, in units."""
-        ends = list(accumulate(sizes, initial=self._end(place)))[1:]
-        self.ends[place : place + 1] = ends
-        self._handed += len(ends) - 1
 
     def __iter__(self) -> Iterator[list[Any]]:
         units = self._begin_units()
@@ -221,8 +214,6 @@ class ResizableLoader:
         sizes_read: samples of the last few of them. A stream's are counted as they are collated, unless the loader's
             class has its own ``__iter__``: then they are those that were asked for.
         nominal: while it is true, ``len(loader)`` is the same as before a size was changed.
-        on_split: is called with the samples of a batch that ``collate_fn`` could not put together, and with its error,
-            before they are read in batches of the first size instead; None: that ends the pass.
 
     Raises:
         MisconfigurationException: the loader cannot be resized; the message says why and what to do.
@@ -235,7 +226,6 @@ class ResizableLoader:
                 f"The size of batches cannot be changed in {problem}: {remedy}, or GrowingBatchSize(mode='accumulate')"
             )
         self.delivered, self.nominal, self._processes = 0, False, processes
-        self.on_split: Callable[[int, str], None] | None = None
         self.iterable = isinstance(loader.dataset, IterableDataset)
         source: Any = loader.batch_sampler
         self._class = type(loader)
@@ -303,11 +293,6 @@ class ResizableLoader:
         if units is None or length != self.batches:
             return math.ceil(fraction * length - 1e-9)
         return self.sampler.first_beyond(fraction * units - 1e-6)
-
-    def first_sizes(self, position: Position | None) -> tuple[int, int]:
-        """``DataLoader(batch_size=...)`` in the run that saved the position, and now."""
-        size = self.sampler.first_size
-        return (size if position is None else position["first_size"]), size
 
     def begin_anew(self) -> None:
         """Forget the pass under way: the next one begins at the first sample."""
@@ -445,28 +430,17 @@ class ResizableLoader:
 
     def _collate(self, loader: DataLoader) -> Callable[[list[Any]], Any]:
         collate = vars(loader)["collate_fn"]
-        if self._counts:
-            collate = partial(_counted, collate)
-        if self.on_split is None or self.sampler.merges:
-            return collate
-        return partial(_split, collate, self.sampler.first_size)
+        return partial(_counted, collate) if self._counts else collate
 
     def _deliver(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        for item in iterator:
+        for batch in iterator:
             self._resume = None
-            asked = [self.sampler.asked_for.popleft() if self.sampler.asked_for else 0]
-            batches = [item]
-            if isinstance(item, _Split):
-                asked, batches = item.sizes, item
-                self.sampler.split(self.delivered, asked)
-                if self.on_split is not None:
-                    self.on_split(sum(asked), item.error)
-            for samples, batch in zip(asked, batches, strict=True):
-                self.delivered += 1
-                if self._counts:
-                    samples, batch = batch
-                self.sizes_read.append(samples)
-                yield batch
+            samples = self.sampler.asked_for.popleft() if self.sampler.asked_for else 0
+            self.delivered += 1
+            if self._counts:
+                samples, batch = batch
+            self.sizes_read.append(samples)
+            yield batch
         self._resume = None
 
     def _generators(self) -> list[torch.Generator]:
@@ -479,26 +453,6 @@ class ResizableLoader:
 def _counted(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[int, Any]:
     """A batch and the number of its samples, which the workers that read a stream alone know."""
     return len(samples), collate_fn(samples)
-
-
-class _Split(list[Any]):
-    """Batches in place of one that could not be put together, with their samples, and the error."""
-
-    sizes: list[int]
-    error: str
-
-
-def _split(collate_fn: Callable[[list[Any]], Any], first_size: int, samples: list[Any]) -> Any:
-    """A batch, or batches of the first size if the samples do not fit into a larger one."""
-    try:
-        return collate_fn(samples)
-    except Exception as error:
-        if not isinstance(samples, list) or len(samples) <= first_size:
-            raise
-        parts = [samples[i : i + first_size] for i in range(0, len(samples), first_size)]
-        split = _Split(map(collate_fn, parts))
-        split.sizes, split.error = [len(part) for part in parts], first_line(error)
-        return split
 
 
 class _Resizable(DataLoader):

@@ -37,8 +37,7 @@ class IndependentDraws(DistributedSampler):
 
     Raises:
         MisconfigurationException: for a batch size that is not in [1, len(dataset)] or smaller than the number of
-            processes, for ``draws_per_epoch`` < 1, a negative seed, or one of ``num_replicas`` and ``rank`` without
-            the other.
+            processes, for ``draws_per_epoch`` < 1, or a negative seed.
 
     Example:
         >>> dataset = TensorDataset(torch.arange(100))
@@ -58,10 +57,9 @@ class IndependentDraws(DistributedSampler):
     ) -> None:
         check_counts(draws_per_epoch=draws_per_epoch)
         check_counts(0, seed=seed)
-        if (num_replicas is None) != (rank is None):
-            raise MisconfigurationException(f"Give num_replicas and rank together, not {num_replicas} and {rank}")
-        super().__init__(dataset, num_replicas=num_replicas or 1, rank=rank or 0, seed=seed)
-        self._num_replicas, self._rank = num_replicas, rank  # None again, if they are to be asked for
+        # not that of the base, which sets the processes for good
+        self.dataset, self.seed, self.epoch = dataset, seed, 0
+        self._num_replicas, self._rank = num_replicas, rank
         self.draws_per_epoch = draws_per_epoch
         self._first_draw, self._draws_done, self._begun = 0, 0, False
         self.batch_size = batch_size
@@ -93,22 +91,14 @@ class IndependentDraws(DistributedSampler):
         self._batch_size = batch_size
 
     @property
-    def num_replicas(self) -> int:
+    def num_replicas(self) -> int:  # type: ignore[override]
         """Processes that share a draw."""
         return world_size() if self._num_replicas is None else self._num_replicas
 
-    @num_replicas.setter
-    def num_replicas(self, num_replicas: int) -> None:
-        self._num_replicas = num_replicas
-
     @property
-    def rank(self) -> int:
+    def rank(self) -> int:  # type: ignore[override]
         """Number of the block of a draw that is yielded."""
         return current_rank() if self._rank is None else self._rank
-
-    @rank.setter
-    def rank(self, rank: int) -> None:
-        self._rank = rank
 
     def draw(self, number: int) -> Any:
         """The draw of this number over all processes: (batch_size,), int64, in random order."""
@@ -255,7 +245,7 @@ class DrawLoader(DataLoader):
         self.sampler.load_state_dict(state_dict)  # type: ignore[attr-defined]
 
 
-class Samples(Sequence[tuple[Tensor, ...]]):
+class CollatedBatch(Sequence[tuple[Tensor, ...]]):
     """The samples of a batch that is there as a whole already, one row of each tensor a sample.
 
     To any ``collate_fn`` it is the list of samples that a ``DataLoader`` fetches; :func:`keep_batch` takes the tensors.
@@ -269,7 +259,7 @@ class Samples(Sequence[tuple[Tensor, ...]]):
 
     def __getitem__(self, index: Any) -> Any:
         rows = tuple(tensor[index] for tensor in self.tensors)
-        return Samples(rows) if isinstance(index, slice) else rows
+        return CollatedBatch(rows) if isinstance(index, slice) else rows
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         return zip(*(tensor.unbind() for tensor in self.tensors), strict=True)
@@ -279,19 +269,19 @@ def keep_batch(batch: Any) -> Any:
     """The ``collate_fn`` for batches that come whole from the data set, as those of :class:`BatchedTensorDataset` do.
 
     Args:
-        batch: a :class:`Samples`, tensors (n, ...) of one batch; anything else is returned as it is.
+        batch: a :class:`CollatedBatch`, tensors (n, ...) of one batch; anything else is returned as it is.
 
     Returns:
         The same batch as a tuple of plain tensors (n, ...).
 
     Example:
-        >>> samples = Samples((torch.arange(3), torch.zeros(3)))
+        >>> samples = CollatedBatch((torch.arange(3), torch.zeros(3)))
         >>> samples[2]
         (tensor(2), tensor(0.))
         >>> keep_batch(samples)
         (tensor([0, 1, 2]), tensor([0., 0., 0.]))
     """
-    return batch.tensors if isinstance(batch, Samples) else batch
+    return batch.tensors if isinstance(batch, CollatedBatch) else batch
 
 
 class _IndexedByLists(Dataset):

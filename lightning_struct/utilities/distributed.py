@@ -47,11 +47,11 @@ class EqualBatches(Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *batch_and_index: Any) -> None:
         if self._lengths_are_unknown and batch_and_index[-1] == 0:
-            _compared_batches(trainer, 0, goes_on=True)
+            _compared_batches(trainer, 0, continues=True)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._lengths_are_unknown:
-            _compared_batches(trainer, batch_idx + 1, goes_on=not trainer.is_last_batch)
+            _compared_batches(trainer, batch_idx + 1, continues=not trainer.is_last_batch)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._lengths_are_unknown and trainer.fit_loop.batch_idx < 0:
@@ -64,9 +64,9 @@ def compare_batches(trainer: Any) -> None:
         trainer.callbacks.append(EqualBatches())
 
 
-def _compared_batches(trainer: L.Trainer, batches: int, *, goes_on: bool = False) -> list[int]:
+def _compared_batches(trainer: L.Trainer, batches: int, *, continues: bool = False) -> list[int]:
     """The numbers of batches of all ranks; -1: unknown."""
-    numbers = gather_numbers([batches, goes_on], trainer.strategy.root_device)
+    numbers = gather_numbers([batches, continues], trainer.strategy.root_device)
     if any(of_rank != numbers[0] for of_rank in numbers):
         found = (f"rank {r} {'more than ' * more}{'?' if n < 0 else n}" for r, (n, more) in enumerate(numbers))
         raise MisconfigurationException(

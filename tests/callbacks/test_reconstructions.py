@@ -327,7 +327,7 @@ def test_predictions_that_are_no_tensors_are_refused(tmp_path):
 
 def test_predictions_of_several_loaders_are_refused(tmp_path):
     loader = DataLoader(TensorDataset(IMAGES), batch_size=5)
-    with pytest.raises(MisconfigurationException, match="predictions of one loader, but there are 2: leave out"):
+    with pytest.raises(MisconfigurationException, match="predictions of one loader: leave out others"):
         trainer(tmp_path, PredictionWriter()).predict(Darken(), [loader, loader])
 
 

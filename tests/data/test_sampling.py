@@ -114,7 +114,6 @@ def test_a_refused_size_leaves_the_old_one(dataset, size, error):
         ({"draws_per_epoch": 0}, "draws_per_epoch must be at least 1, but is 0"),
         ({"draws_per_epoch": 2.5}, "draws_per_epoch must be a whole number >= 1, but is 2.5"),
         ({"seed": -1}, "seed must be at least 0, but is -1"),
-        ({"num_replicas": 2}, "Give num_replicas and rank together, not 2 and None"),
         ({"batch_size": -1}, "from 1 to the 20 samples of the data set.* but is -1"),
         (
             {"batch_size": 2, "num_replicas": 3, "rank": 0},

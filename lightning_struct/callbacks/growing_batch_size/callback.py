@@ -11,12 +11,13 @@ from torch.optim import Optimizer
 from lightning_struct.callbacks.growing_batch_size import rules
 from lightning_struct.callbacks.growing_batch_size.estimators import NoiseEstimator
 from lightning_struct.callbacks.growing_batch_size.fit import LOGGED, Fit
+from lightning_struct.callbacks.growing_batch_size.growth import StepSize
 from lightning_struct.callbacks.growing_batch_size.measurement import Measurement
 from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics
 from lightning_struct.callbacks.growing_batch_size.stationarity import window_length
 from lightning_struct.callbacks.runs import Run
 from lightning_struct.callbacks.validation import DueValidation, MonitoredValue
-from lightning_struct.collective import of_first_process, world_size
+from lightning_struct.collective import broadcast_numbers, world_size
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check, check_positive, is_number
 from lightning_struct.utilities.distributed import compare_batches
@@ -26,7 +27,7 @@ from lightning_struct.utilities.namespaces import Callback, MisconfigurationExce
 MOST_RECORDS = 4096
 PARTS = ("growth", "measurement", "learning_rate", "schedulers", "memory")  # of a fit, in checkpoints
 # Attributes in checkpoints, without their _
-COUNTED = ("batch_size", "first_size", "samples", "steps", "resized_at", "looks_at")
+COUNTED = ("first_size", "samples", "steps", "resized_at", "looks_at")
 
 # Growth is not logged if the smaller of both sizes is more than this share of the larger.
 SIMILAR = 0.9
@@ -183,7 +184,7 @@ class GrowingBatchSize(Callback):
         self._run, self._validation = Run(), DueValidation()
         self._monitored = MonitoredValue(self.validation.monitor or "", "ValidationRule(monitor=...)")
         self._samples = self._steps = 0
-        self._batch_size: float | None = None  # as decided
+        self._size = StepSize()
         self._first_size: float | None = None  # of the first step
         self._resized_at = 0  # in steps
         self._looks_at = 0.0  # the step after which the schedule is next looked at
@@ -217,7 +218,7 @@ class GrowingBatchSize(Callback):
             self._begin()
         self._look_at_schedule()
         growing = self.mode, self.max_device_batch_size
-        self._fit = Fit(trainer, self._batch_size, self._parts, growing, self.scale_lr, self.schedule is None)
+        self._fit = Fit(trainer, self._size, self._parts, growing, self.scale_lr, self.schedule is None)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         measurement = Measurement(
@@ -335,6 +336,7 @@ class GrowingBatchSize(Callback):
         if fit is not None and fit.batch is not None and not fit.batch_ended and trained_on(fit.trainer):
             self._end_batch(fit.trainer, *fit.batch)
         return {
+            "batch_size": self._size.decided,
             **{name: getattr(self, f"_{name}") for name in COUNTED},
             "predictions": list(self.predictions),
             "validation_values": list(self.validation_values),
@@ -345,7 +347,7 @@ class GrowingBatchSize(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if not {"schedule", *COUNTED, *PARTS} <= state_dict.keys():
+        if not {"schedule", "batch_size", *COUNTED, *PARTS} <= state_dict.keys():
             raise MisconfigurationException(
                 "The checkpoint's state of GrowingBatchSize is that of lightning_struct 0.2.0 or older, which this "
                 "version does not read: finish the run with the version that began it, or delete checkpoint"
@@ -353,6 +355,8 @@ class GrowingBatchSize(Callback):
             )
         for name in COUNTED:
             setattr(self, f"_{name}", state_dict[name])
+        of_growth = state_dict["growth"] or {"decided": state_dict["batch_size"]}
+        self._size.decided = of_growth["decided"]
         self.predictions = list(state_dict["predictions"])
         self.validation_values = list(state_dict["validation_values"])
         self.records = [dict(record) for record in state_dict["records"]]
@@ -361,15 +365,12 @@ class GrowingBatchSize(Callback):
             self._look_at_schedule()
         self._validation.load_state_dict(state_dict["validation"])
         self._parts = {name: state_dict[name] for name in PARTS}
-        most = self.max_batch_size
-        if most is not None and self._batch_size is not None and self._batch_size > most:  # it may be a lower one now
-            rank_zero_info(f"The checkpoint's batch of {self._batch_size:g} becomes one of max_batch_size={most}")
-            self._batch_size, self._resized_at = float(most), self._steps
+        decided, most = self._size.decided, self.max_batch_size
+        if most is not None and decided is not None and decided > most:  # it may be a lower one now
+            rank_zero_info(f"The checkpoint's batch of {decided:g} becomes one of max_batch_size={most}")
+            self._size.decided, self._resized_at = float(most), self._steps
         if self._fit is not None:
             self._fit.load_state_dict(self._parts)
-            is_loaded = self._parts["growth"] is not None and self._batch_size == state_dict["batch_size"]
-            if self._batch_size is not None and not is_loaded:
-                self._fit.set_batch_size(self._batch_size)
 
     @property
     def _present_fit(self) -> Fit:
@@ -454,7 +455,7 @@ class GrowingBatchSize(Callback):
         # whether the size may change is the same in all processes; the first one decides
         rule = self.validation
         stalls = len(self.validation_values) > rule.window
-        if stalls or self._tests_norm or self._batch_size is None or self._has_own_rule:
+        if stalls or self._tests_norm or self._has_own_rule:
             self._set_batch_size(trainer, step.samples)
         if rule.monitor is not None:
             # the value has been looked at: too few are left for another decision before the next validation
@@ -474,11 +475,11 @@ class GrowingBatchSize(Callback):
         size, wait = min(float(decided), self.max_batch_size or math.inf), 0.0
         if self._schedule is not None and world_size() > 1 and not self._has_own_rule:
             wait = self._schedule.wait(self._samples, max(samples, size))
-        size, wait = of_first_process((size, wait), trainer.strategy.root_device)
+        size, wait = broadcast_numbers((size, wait), trainer.strategy.root_device)
         self._looks_at = self._steps + wait
         if size == present:
-            self._batch_size = size
-        elif decided == fit.measurement.size_before_loss_grew:
+            return
+        if decided == fit.measurement.size_before_loss_grew:
             self._resize(size, None)
             rank_zero_warn(
                 "The loss has grown with the batch, as a sum over the samples does, and a contrastive loss, which "
@@ -504,8 +505,8 @@ class GrowingBatchSize(Callback):
         """Change the size of the next steps, and log it unless the last change that was logged is a similar size."""
         fit = self._present_fit
         present = fit.growth.batch_size
-        self._batch_size, self._resized_at = size, self._steps
-        fit.set_batch_size(size)
+        self._resized_at = self._steps
+        fit.growth.set_batch_size(size)
         fit.measurement.resized(present, size)
         if reason is not None and not SIMILAR < size / (fit.logged_size or present) < 1 / SIMILAR:
             before, fit.logged_size = fit.logged_size or present, size
@@ -522,7 +523,7 @@ class GrowingBatchSize(Callback):
     def _look_at_schedule(self) -> None:
         """Take the size that the schedule of samples has after the samples so far, if it has one."""
         if self._schedule is not None:
-            self._batch_size = self._schedule.batch_size(self._samples) or self._batch_size
+            self._size.decided = self._schedule.batch_size(self._samples) or self._size.decided
 
     def _check(self, statistics: GradientStatistics, module_name: str) -> None:
         """Predict the batch size from the statistics of a step and the averages so far, and record both."""

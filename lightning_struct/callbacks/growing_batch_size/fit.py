@@ -25,7 +25,7 @@ class Fit:
 
     Args:
         trainer: in ``Callback.setup``.
-        batch_size: the samples of a step to begin with, if they are not those of the loaders.
+        size: of a step, as decided.
         before: state of the parts of a fit that this one continues, with its averages and its learning rate.
         growing: ``mode`` and ``max_device_batch_size`` of :class:`~lightning_struct.callbacks.GrowingBatchSize`.
         scale_lr: see there.
@@ -51,20 +51,20 @@ class Fit:
     def __init__(
         self,
         trainer: L.Trainer,
-        batch_size: float | None,
+        size: growth.StepSize,
         before: growth.State,
         growing: tuple[str, int | Literal["auto"] | None],
         scale_lr: learning_rate.LearningRateRule | None,
         may_stay: bool,
     ) -> None:
-        self.trainer, self._batch_size, self._may_stay = trainer, batch_size, may_stay
+        self.trainer, self._size, self._may_stay = trainer, size, may_stay
         mode, limit = growing
         self.growth: growth.BatchGrowth
         if mode in ("accumulate", "measure"):
-            self.growth = growth.AccumulationGrowth(trainer, batch_size, is_fixed=mode == "measure")
+            self.growth = growth.AccumulationGrowth(trainer, size, is_fixed=mode == "measure")
         else:
             on_refusal = self._accumulate_instead if mode == "auto" else None
-            self.growth = LoaderGrowth(trainer, batch_size, on_refusal)
+            self.growth = LoaderGrowth(trainer, size, on_refusal)
         self.memory = None if limit is None else MemoryLimit(trainer, limit)
         self.clock, self.values = learning_rate.SchedulerClock(trainer), dict[str, float]()
         self.rate = None if scale_lr is None else learning_rate.LearningRateScale(scale_lr)
@@ -145,15 +145,6 @@ class Fit:
                 trainer.lightning_module.log(name, self.values[name], batch_size=batch_size)
         self.values = {}
 
-    def set_batch_size(self, batch_size: float) -> None:
-        """Set the samples of the next steps."""
-        if self.growth.is_fixed:
-            return
-        self._batch_size = batch_size
-        self.growth.set_batch_size(batch_size)
-        if self._loaded_growth is not None:
-            self._loaded_growth = self._loaded_growth | {"decided": batch_size}
-
     def end(self, keep_growth: bool) -> growth.State:
         """Give Trainer and loaders back as they were.
 
@@ -216,7 +207,7 @@ class Fit:
             if not self._may_stay:
                 raise MisconfigurationException(f"{refused} {error}") from None
             stays, refused = True, f"{refused} {error}."
-        self.growth = growth.AccumulationGrowth(self.trainer, self._batch_size, is_fixed=stays)
+        self.growth = growth.AccumulationGrowth(self.trainer, self._size, is_fixed=stays)
         if self._loaded_growth is not None:
             self.growth.load_state_dict(self._loaded_growth)
         instead = "accumulates gradients over more of them"

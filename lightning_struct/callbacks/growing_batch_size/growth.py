@@ -4,6 +4,7 @@ The other way, larger batches, is in ``loader_growth``.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -19,6 +20,17 @@ from lightning_struct.utilities.namespaces import MisconfigurationException, lig
 State = dict[str, Any]
 
 
+@dataclass
+class StepSize:
+    """The size that was decided on, in the only place where it stands.
+
+    Attributes:
+        decided: samples of an optimizer step, with a fraction; None as long as the loaders have their own sizes.
+    """
+
+    decided: float | None = None
+
+
 class BatchGrowth:
     """A way to set the samples of an optimizer step, over all processes, loaders and accumulated batches together.
 
@@ -26,20 +38,25 @@ class BatchGrowth:
 
     Args:
         trainer: in ``Callback.setup``.
-        batch_size: the samples of a step to begin with, if they are not those of the loaders.
+        size: of a step, as decided; :meth:`set_batch_size` changes it.
+        is_fixed: whether the samples of a step stay as they are, whatever was decided.
 
     Attributes:
-        is_fixed: whether the samples of a step stay as they are.
+        is_fixed: the same.
     """
 
-    def __init__(self, trainer: L.Trainer, batch_size: float | None) -> None:
-        self._trainer, self._decided, self.is_fixed = trainer, batch_size, False
+    def __init__(self, trainer: L.Trainer, size: StepSize, is_fixed: bool = False) -> None:
+        self._trainer, self._size, self.is_fixed = trainer, size, is_fixed
         self._first_accumulated = self._accumulated = trainer.accumulate_grad_batches
 
     @property
     def batch_size(self) -> float:
         """Samples of the next step, as decided. It gets a whole number near that, the same on all processes."""
         return self._present() if self._decided is None else self._decided
+
+    @property
+    def _decided(self) -> float | None:
+        return None if self.is_fixed else self._size.decided
 
     def _present(self) -> int:
         """Samples of the next step, if none are decided."""
@@ -63,6 +80,7 @@ class BatchGrowth:
 
     def set_batch_size(self, batch_size: float) -> None:
         """Set the samples of the next steps; they change as soon as they can, which may be some batches later."""
+        self._size.decided = batch_size
 
     def on_step(self, samples: int) -> None:
         """Take note of an optimizer step on so many samples."""
@@ -159,19 +177,17 @@ class AccumulationGrowth(BatchGrowth):
 
     Args:
         trainer: in ``Callback.setup``.
-        batch_size: the samples of a step to begin with, if they are not those of the loaders.
+        size: of a step, as decided.
         is_fixed: whether the accumulation stays as it is, too.
 
     Raises:
         MisconfigurationException: see :func:`check_accumulation`.
     """
 
-    def __init__(self, trainer: L.Trainer, batch_size: float | None = None, is_fixed: bool = False) -> None:
+    def __init__(self, trainer: L.Trainer, size: StepSize, is_fixed: bool = False) -> None:
         if not is_fixed:
             check_accumulation(trainer, "mode='accumulate'", "use mode='batch'")
-        # _accumulated is set at the start: before, its steps may be asked for
-        super().__init__(trainer, None if is_fixed else batch_size)
-        self.is_fixed = is_fixed
+        super().__init__(trainer, size, is_fixed)
         self._samples_of_batch: int | None = None
         self._has_warned = False
 
@@ -217,7 +233,7 @@ class AccumulationGrowth(BatchGrowth):
         self._samples_of_batch = max(self._samples_of_batch or 1, samples // self._trainer.accumulate_grad_batches)
 
     def set_batch_size(self, batch_size: float) -> None:
-        self._decided = batch_size
+        super().set_batch_size(batch_size)
         self._warn_if_too_small()
 
     def on_train_start(self) -> None:
@@ -229,8 +245,8 @@ class AccumulationGrowth(BatchGrowth):
         if self._trainer.fit_loop.batch_idx == 0:
             if self._samples_of_batch is None:
                 self._samples_of_batch = sum(self.expected_sizes()) * data_parallel_size(self._trainer) or None
-                self._warn_if_too_small()
-            # a run that is resumed at the end of an epoch is not told that the next one starts
+            self._warn_if_too_small()
+            # a run that is resumed at the end of an epoch has no on_train_epoch_start
             self._trainer.accumulate_grad_batches = self._wanted
 
     def on_train_batch_end(self) -> None:
@@ -239,18 +255,11 @@ class AccumulationGrowth(BatchGrowth):
 
     def state_dict(self) -> State:
         accumulated = self._trainer.accumulate_grad_batches
-        return {"decided": self._decided, "accumulated": accumulated, "samples_of_batch": self._samples_of_batch}
+        return {"decided": self._size.decided, "accumulated": accumulated, "samples_of_batch": self._samples_of_batch}
 
     def load_state_dict(self, state: State) -> None:
-        self._decided = None if self.is_fixed else state["decided"]
         if "samples_of_batch" in state:  # else it is that of LoaderGrowth
             self._samples_of_batch, self._accumulated = state["samples_of_batch"], state["accumulated"]
-        elif any(of["delivered"] and len(of["sizes"]) > 1 for mine in state.get("positions", ()) for of in mine if of):
-            rank_zero_warn(
-                "The checkpoint was written in the middle of an epoch whose batches GrowingBatchSize had enlarged. "
-                "Now it accumulates gradients, and reads the epoch from its beginning: some samples are trained on "
-                "again, and others not. Resume with mode='batch', or from the end of an epoch"
-            )
 
     def restore(self) -> None:
         if not self.is_fixed:

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler
 from lightning_struct.callbacks.growing_batch_size.growth import (
     BatchGrowth,
     State,
+    StepSize,
     accumulate_as_scheduled,
 )
 from lightning_struct.collective import all_gather_objects
@@ -45,11 +46,6 @@ class GrowingDraws:
     nominal = False
 
     def __init__(self, loader: Any, sampler: IndependentDraws) -> None:
-        if loader.num_workers:
-            raise MisconfigurationException(
-                f"GrowingBatchSize needs num_workers=0 with IndependentDraws, but got {loader.num_workers}: draws that "
-                "workers fetch ahead would keep the old size, and be lost at a resume"
-            )
         self.loader, self._sampler = loader, sampler
         self.first_batch_size, self.samples = sampler.batch_size, sampler.samples
 
@@ -73,13 +69,6 @@ class GrowingDraws:
     def position(self, unread: int, over: bool) -> Position | None:
         return None
 
-    def first_sizes(self, position: Position | None) -> tuple[int, int]:
-        return self.first_batch_size, self.first_batch_size
-
-    def pass_over(self, batches: int) -> None: ...
-
-    def resume(self, position: Position | None, keeps_sizes: bool = True) -> None: ...
-
     def restore(self) -> None: ...
 
 
@@ -93,9 +82,9 @@ class LoaderGrowth(BatchGrowth):
 
     Args:
         trainer: in ``Callback.setup``.
-        batch_size: the samples of a step to begin with, if they are not those of the loaders.
-        on_refusal: is called, when all is put back, with the loader that is not resized and why, with what would
-            help, and whether its batches could be made larger nevertheless. None: loaders that can be resized are, and
+        size: of a step, as decided.
+        on_refusal: called as on_refusal(reason, remedy, can_resize) after all loaders are restored: the loader that is
+            not resized and why, what would help, and whether its batches could be made larger nevertheless. None:
             another loader is an error.
 
     Raises:
@@ -104,10 +93,9 @@ class LoaderGrowth(BatchGrowth):
             stopped in the middle of an epoch with another number of processes or loaders.
     """
 
-    def __init__(self, trainer: L.Trainer, batch_size: float | None, on_refusal: OnRefusal | None) -> None:
-        super().__init__(trainer, batch_size)
+    def __init__(self, trainer: L.Trainer, size: StepSize, on_refusal: OnRefusal | None) -> None:
+        super().__init__(trainer, size)
         self._on_refusal = on_refusal
-        self._asked_for: tuple[int, float, int] | None = None
         self._state: State | None = None
         self._resumed: State | None = None
         self._begun = self._waits = False  # the latter: for the first batch of a loader, whose size is not known before
@@ -137,7 +125,7 @@ class LoaderGrowth(BatchGrowth):
         return [size for loader in self._loaders for size in loader.last_sizes(self._beyond(loader, done, ahead))]
 
     def set_batch_size(self, batch_size: float) -> None:
-        self._decided = batch_size
+        super().set_batch_size(batch_size)
         if self._loaders:
             self._resize()
             self._set_limits()
@@ -163,10 +151,9 @@ class LoaderGrowth(BatchGrowth):
 
     def on_train_batch_start(self) -> None:
         is_first = self._trainer.fit_loop.batch_idx == 0
-        if (self._waits or is_first) and self._resize():  # one that stands after this callback may have done so now
-            self._set_limits()
-            self._plan_validation()
-        if self._epoch_done:  # Lightning has compared it with the length by now
+        # a callback that stands after this one may have set the accumulation now
+        resized = (self._waits or is_first) and self._resize()
+        if resized or self._epoch_done:  # Lightning has compared the latter with the length by now
             self._epoch_done = 0
             self._set_limits()
             self._plan_validation()
@@ -192,13 +179,10 @@ class LoaderGrowth(BatchGrowth):
             "positions": all_gather_objects(mine),
             "epoch_done": done,
             "val_check_batch": self._trainer.val_check_batch,
-            "is_fixed": self.is_fixed,
         }
 
     def load_state_dict(self, state: State) -> None:
-        self._decided = state["decided"]
         self._state = state if "positions" in state else None  # else it is that of AccumulationGrowth
-        self.is_fixed = state.get("is_fixed", False)
 
     def restore(self) -> None:
         if self._nominal_interval is not None:
@@ -240,11 +224,8 @@ class LoaderGrowth(BatchGrowth):
             processes = data_parallel_size(self._trainer)
             loader = ResizableLoader(dataloader, processes, limit if limits_samples else None)
             loader.nominal = True  # until Lightning has checked its own settings against the length
-            if self._trainer.world_size == 1:  # else the processes would have different numbers of batches
-                loader.on_split = self._give_back
             self._loaders.append(loader)
         self._main = 0
-        self._asked_for = None
         # workers are asked for batches before all is prepared; loaders that come yet change the proportions
         self._resize()
         return self._loaders[-1].loader
@@ -282,8 +263,6 @@ class LoaderGrowth(BatchGrowth):
 
     def _begin(self, state: State | None) -> None:
         """Begin the epoch of a resumed run anew, and set the numbers that Lightning derives from the lengths."""
-        if state is not None and self._decided != state["decided"]:
-            self._resize()
         if state is not None and any(isinstance(loader, ResizableLoader) for loader in self._loaders):
             self._trainer_loaders.iterate_anew()  # workers may have been asked for batches, of another epoch's order
         self._set_limits()
@@ -308,36 +287,38 @@ class LoaderGrowth(BatchGrowth):
                 f"The checkpoint was written in the middle of an epoch with {len(mine)} training loaders, and there "
                 f"are {len(self._loaders)}: resume with as many, or from a checkpoint at the end of an epoch"
             )
-        keeps_sizes = self._decided == state["decided"]
-        sizes = [loader.first_sizes(position) for loader, position in zip(self._loaders, mine, strict=True)]
-        of_loaders = any(before != now for before, now in sizes)
-        for loader, position in zip(self._loaders, mine, strict=True):
-            if position is not None:
-                loader.resume(position, keeps_sizes and not of_loaders)
-            if of_loaders and self._decided is None:
+        resizable = [
+            (loader, position)
+            for loader, position in zip(self._loaders, mine, strict=True)
+            if isinstance(loader, ResizableLoader)
+        ]
+        sizes = [(position["first_size"], loader.sampler.first_size) for loader, position in resizable]
+        differs = any(before != now for before, now in sizes)
+        for loader, position in resizable:
+            loader.resume(position, keeps_sizes=self._decided == state["decided"] and not differs)
+            if differs and self._decided is None:
                 loader.batch_size = loader.first_batch_size
-        if of_loaders:
+        if differs:
             before, now = (" and ".join(map(str, of_run)) for of_run in zip(*sizes, strict=True))
+            continues = f"the {now}, as it had not decided on a size yet"
+            if self._decided is not None:
+                continues = (
+                    f"the steps of {self._decided:g} samples that it had decided on. For smaller ones, lower "
+                    "max_batch_size"
+                )
             rank_zero_warn(
                 f"The checkpoint was written with DataLoader(batch_size={before}), and now it is {now}: "
-                + (
-                    f"GrowingBatchSize goes on with the {now}, as it had not decided on a size yet"
-                    if self._decided is None
-                    else f"GrowingBatchSize goes on with the steps of {self._decided:g} samples that it had decided "
-                    "on. For smaller ones, lower max_batch_size"
-                )
+                f"GrowingBatchSize goes on with {continues}"
             )
-        self._asked_for = None
-        if not begun:
-            self._resize()
+        self._resize()
 
     def _pass_over(self, batches: int) -> None:
         """Begin after the batches of this epoch that were trained on by a run that kept no position."""
         if not any(isinstance(loader, ResizableLoader) for loader in self._loaders):
             return
         for loader, length in zip(self._loaders, self._nominal_limits, strict=True):
-            loader.pass_over(int(batches % length if cycles(self._trainer) else min(batches, length)))
-        self._asked_for = None
+            if isinstance(loader, ResizableLoader):
+                loader.pass_over(int(batches % length if cycles(self._trainer) else min(batches, length)))
         self._resize()
         self._trainer_loaders.iterate_anew()
         rank_zero_warn(
@@ -348,33 +329,18 @@ class LoaderGrowth(BatchGrowth):
         )
 
     def _resize(self) -> bool:
-        """Ask the loaders for the decided size; tell whether that is new."""
+        """Ask the loaders for the decided size; returns whether that is new."""
         if self._decided is None:
             return False
         self._waits = not all(loader.knows_size for loader in self._loaders)
         if self._waits:
             return False
-        accumulated = self._trainer.accumulate_grad_batches
-        if self._asked_for == (asked_for := (len(self._loaders), self._decided, accumulated)):
-            return False
-        self._asked_for = asked_for
+        before = [loader.batch_size for loader in self._loaders]
         first = sum(loader.first_batch_size for loader in self._loaders)
         for loader in self._loaders:
-            loader.batch_size = self._decided / accumulated * loader.first_batch_size / first
-        return True
-
-    def _give_back(self, samples: int, error: str) -> None:
-        """Give the loaders their own sizes back for good, as a larger batch could not be put together."""
-        first = sum(loader.first_batch_size for loader in self._loaders)
-        self.is_fixed = True
-        self._decided = float(self._trainer.accumulate_grad_batches * first)
-        self._resize()
-        self._set_limits()
-        rank_zero_warn(
-            f"The collate_fn of the training loader puts no batch of {samples} together ({error}). "
-            f"GrowingBatchSize goes back to its own batches of {first}, for the rest of the training. "
-            "mode='accumulate' would accumulate gradients over more of them"
-        )
+            of_batch = self._decided / self._trainer.accumulate_grad_batches
+            loader.batch_size = of_batch * loader.first_batch_size / first
+        return before != [loader.batch_size for loader in self._loaders]
 
     @property
     def _limits_batches(self) -> bool:

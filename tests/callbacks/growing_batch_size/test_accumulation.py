@@ -107,12 +107,6 @@ def test_accumulation_resumes(tmp_path):
     assert resumed.windows == whole.windows[9:] and len(resumed.windows[0]) == 5
 
 
-def test_larger_batches_that_are_accumulated_from_a_checkpoint_on_are_warned_of(tmp_path):
-    fit(tmp_path, loader(40), [4, 8, 8], callbacks=[checkpoints(tmp_path)], enable_checkpointing=True)
-    with pytest.warns(UserWarning, match="Resume with mode='batch', or from the end of an epoch"):
-        fit(tmp_path, loader(40), growing=Growing(mode="accumulate"), ckpt_path=tmp_path / "step=4.ckpt")
-
-
 def test_a_checkpoint_at_the_end_of_an_epoch_begins_the_next_with_as_many_batches(tmp_path):
     whole, resumed = Windows(), Windows()
     for module, path in ((whole, None), (resumed, tmp_path / "step=6.ckpt")):

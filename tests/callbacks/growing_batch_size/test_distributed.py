@@ -149,7 +149,7 @@ def test_two_processes_train_as_one_and_resume_bit_for_bit(tmp_path):
 RULES = {
     # 12 steps of 8 samples, of which the schedule is looked at after six, and 3 of 16
     "schedule": ({"schedule": "0:8 96:16"}, 6, [4] * 12 + [8] * 3),
-    "validation that is not due": ({"theta": math.inf, "validation": ValidationRule("val_loss")}, 1, [4] * 18),
+    "validation that is not due": ({"theta": math.inf, "validation": ValidationRule("val_loss")}, 0, [4] * 18),
 }
 
 

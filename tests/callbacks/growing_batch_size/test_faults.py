@@ -152,7 +152,7 @@ def test_a_project_that_mends_such_gradients_trains_and_grows(tmp_path, module, 
     accumulated = 2 if estimator == "parts" else 1
     trainer = trainer_for(tmp_path, callback, accumulate_grad_batches=accumulated)
     trainer.fit(mending, DataLoader(regression(), batch_size=4))
-    assert weights(mending).isfinite().all() and callback._batch_size == 12
+    assert weights(mending).isfinite().all() and callback.state_dict()["batch_size"] == 12
 
 
 def test_statistics_of_a_module_that_are_no_numbers_are_left_out(tmp_path):

@@ -270,13 +270,6 @@ def test_a_resumed_run_goes_on_checking_the_metric(tmp_path, step):
 # Faults
 
 
-def test_workers_are_refused(tmp_path):
-    data = regression_data()
-    loader = DataLoader(data, batch_sampler=IndependentDraws(data, 10, 3), num_workers=1)
-    with pytest.raises(MisconfigurationException, match="needs num_workers=0 with IndependentDraws, but got 1"):
-        fit(tmp_path, ScriptedNetwork(), GrowingBatchSize(), loader)
-
-
 def test_batches_larger_than_the_limit_are_refused(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"Batches of 10 .* GrowingBatchSize\(max_batch_size=8\)"):
         fit(tmp_path, ScriptedNetwork(), GrowingBatchSize(max_batch_size=8))

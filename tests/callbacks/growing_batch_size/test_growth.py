@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_struct import GrowingBatchSize
 from tests.callbacks.growing_batch_size.projects import SizedStream, Stream, arguments
@@ -310,32 +310,6 @@ def test_a_size_that_is_set_first_waits_for_the_first_batch_of_a_foreign_sampler
     assert module.sizes == [2, *[4] * 5, 2] + [4] * 6
     assert sorted(numbers(module.epochs[0])) == sorted(numbers(module.epochs[1])) == list(range(24))
     assert module.lengths[-1] == 6 and module.validated_after == [24, 24]
-
-
-class Ragged(Dataset):
-    """Pairs of samples of one length, which is another for the next pair."""
-
-    def __len__(self):
-        return 36
-
-    def __getitem__(self, index):
-        return torch.full((1 + index // 2 % 2,), index)
-
-
-class Lengths(Reader):
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch[:, 0], batch_idx)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("sizes", [[4], 16 * [2] + [4]])  # at the end of the epoch, too
-def test_a_collate_that_fails_gives_the_old_size_back_for_good(tmp_path, workers, sizes):
-    data = DataLoader(Ragged(), 2, num_workers=workers, prefetch_factor=1 if workers else None)
-    module = Lengths()
-    with pytest.warns(UserWarning, match=r"no batch of 4 together \(RuntimeError: stack expects.*own batches of 2"):
-        fit(tmp_path, data, growing=Growing(sizes), module=module, max_epochs=2)
-    assert {*module.sizes} == {2} and numbers(module.read) == 2 * [*range(36)]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from lightning_struct.utilities.lightning_internals import accumulates, loss_sca
 CHANGED = (
     "the gradient is not the sum of the shares of the layer's calls. The parameter is used outside of its layer, "
     "penalised in the loss or differentiated twice, or the gradient was changed after the backward pass, as by "
-    "clipping after loss.backward(), of which, other than of self.manual_backward(loss), a callback is not told"
+    "clipping after loss.backward(): a callback sees the end of self.manual_backward(loss) only"
 )
 
 # Batches whose gradients are compared with the measured ones, from the start of a run.

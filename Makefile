@@ -75,7 +75,7 @@ types: $(INSTALLED)
 	$(VENV)/bin/mypy
 
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 	@echo "The documentation is in site/index.html; to search in it: $(PYTHON) -m http.server --directory site"
 
 clean:

@@ -1,8 +1,11 @@
 """The README and the pages of the documentation: their code runs as it is written, and what they link to is there."""
 
 import ast
+import contextlib
+import io
 import re
 import runpy
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ SITE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md")), *SITE]
 # Trainings are cut short.
 FEW = {r"for step in range\(\d+\)": "for step in range(2)", r"(max_epochs|steps_per_epoch)=\d+": r"\1=1"}
+NUMBER = re.compile(r"True|False|(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
 CODE = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 
 
@@ -23,20 +27,46 @@ def named(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+def is_shown(number: str, printed: str) -> bool:
+    """Whether a number in a comment is the printed one, to the digits that the comment shows."""
+    if "e" in {number[-1], printed[-1]}:  # True or False
+        return number == printed
+    mantissa, _, exponent = number.partition("e")
+    unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+    return abs(float(number.replace(",", "")) - float(printed.replace(",", ""))) < 0.51 * unit
+
+
+def comment_behind(statement: ast.stmt, lines: list[str]) -> str:
+    """What follows a statement on its last line, and the lines of comments below it."""
+    behind = lines[statement.end_lineno - 1].encode()[statement.end_col_offset :].decode()
+    return "\n".join([behind, *takewhile(lambda line: line.startswith("#"), lines[statement.end_lineno :])])
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", [page for page in PAGES if CODE.search(page.read_text())], ids=named)
-def test_code_of_a_page_runs_block_after_block(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_page_runs_and_prints_the_numbers_that_it_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names: dict[str, object] = {"__name__": "__page__"}
+    shorter = 0
     for block in CODE.finditer(page.read_text()):
-        lines_above = page.read_text()[: block.start(1)].count("\n")
-        code = block[1]
-        for many, few in FEW.items():
-            code = re.sub(many, few, code)
         # with the lines above, so that an error names the line of the page
-        exec(compile("\n" * lines_above + code, str(page), "exec"), names)  # noqa: S102  it is our own page
+        code = "\n" * page.read_text()[: block.start(1)].count("\n") + block[1]
+        for many, few in FEW.items():
+            code, count = re.subn(many, few, code)
+            shorter += count
+        printed: list[str] = []
+        for statement in ast.parse(code).body:
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                exec(compile(ast.Module([statement], []), str(page), "exec"), names)  # noqa: S102  it is our own page
+            shown = NUMBER.findall(comment_behind(statement, code.splitlines()))
+            printed += NUMBER.findall(output.getvalue())
+            if shown and "print(" in ast.unparse(statement) and not shorter:
+                last = printed[-len(shown) :]
+                assert len(last) == len(shown) and all(map(is_shown, shown, last)), (statement.lineno, printed)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

@@ -223,7 +223,8 @@ class _Recorder(TorchDispatchMode):
         self._graph, self._constants = Graph(), dict[str, Tensor]()
         self._nodes = WeakTensorKeyDictionary()
         for number, tensor in enumerate(tensors):
-            self._nodes[tensor] = self._graph.placeholder(f"input_{number}")
+            self._nodes[tensor] = node = self._graph.placeholder(f"input_{number}")
+            node.meta["memory"] = _memory_of(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -243,17 +244,32 @@ class _Recorder(TorchDispatchMode):
         results = func(*args, **kwargs)
         if isinstance(results, Tensor):
             self._nodes[results], node.meta["shape"] = node, results.shape
+            node.meta["memory"] = _memory_of(results)
         elif isinstance(results, Sequence):
             for number, result in enumerate(results):
                 if isinstance(result, Tensor):
-                    self._nodes[result] = self._graph.call_function(getitem, (node, number))
+                    self._nodes[result] = part = self._graph.call_function(getitem, (node, number))
+                    part.meta["memory"] = _memory_of(result)
         return results
 
     def graph_of(self, results: Any) -> GraphModule:
         """The graph that returns these results."""
         self._graph.output(tree_map(self._node, results))
-        self._graph.eliminate_dead_code()
+        self._remove_what_no_result_needs()
         return GraphModule(self._constants, self._graph)
+
+    def _remove_what_no_result_needs(self) -> None:
+        """Remove operations whose results are not used, and writes to memory that is not read afterwards."""
+        needed, read = set[Node](), set[int]()
+        for node in reversed(list(self._graph.nodes)):
+            memories = {operand.meta["memory"] for operand in node.all_input_nodes if "memory" in operand.meta}
+            is_drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())  # later draws follow it
+            is_read = writes_in_place(node.target) and not memories.isdisjoint(read)
+            if node in needed or is_read or is_drawn or node.op in ("placeholder", "output"):
+                needed.update(node.all_input_nodes)
+                read |= memories
+            else:
+                self._graph.erase_node(node)
 
     def _node(self, value: Any, copied: bool = False) -> Any:
         """The node of a tensor, or of a copy of a constant; other values stay as they are."""
@@ -265,6 +281,11 @@ class _Recorder(TorchDispatchMode):
         self._constants[name] = value if isinstance(value, nn.Parameter) else value.detach().clone()
         node = self._graph.get_attr(name)
         return self._graph.call_function(torch.ops.aten.clone.default, (node,)) if copied else node
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """A number that a tensor shares with its views."""
+    return tensor.untyped_storage()._cdata
 
 
 def without_writes(

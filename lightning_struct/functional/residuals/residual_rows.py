@@ -259,14 +259,14 @@ class RowRecords:
             with context():
                 graph = recorded_graph(single_row, params, buffers, inputs.row(0))
             try:
-                rows = _Rows(_Record(graph, params), inputs, buffers)
+                rows = _Rows(_Record(graph, params, inputs), inputs, buffers)
                 fits = rows.give(block, params)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
                 if (rewritten := without_writes(graph, params, buffers, inputs.row(0))) is None:
                     raise
-                rows = _Rows(_Record(rewritten, params), inputs, buffers)
+                rows = _Rows(_Record(rewritten, params, inputs), inputs, buffers)
                 fits = rows.give(block, params)
         except torch.OutOfMemoryError:
             raise
@@ -284,7 +284,9 @@ class RowRecords:
         """The same by a record that is there already, whose values are not checked."""
         inputs = BatchInputs(args, block)
         record = None if name in self.refused else self._kept.get(_key(name, inputs, block))
-        return None if record is None else _Rows(record, inputs, dict(self.module.named_buffers()))
+        if record is None or any(inputs.tensors[index].shape != shape for index, shape in record.wholes.items()):
+            return None
+        return _Rows(record, inputs, dict(self.module.named_buffers()))
 
     def refuse(self, name: str, reason: str) -> _Rows | None:
         """From now on tell no rows of the block apart."""
@@ -304,10 +306,17 @@ class _Record:
         graph: the graph; it returns the residuals of the row, (k,).
         products: that give its gradients.
         derivative_is_checked: whether its Jacobian was compared with the module's.
+        wholes: index -> shape of the tensors of the inputs that the row needs as a whole.
     """
 
-    def __init__(self, graph: GraphModule, params: Parameters) -> None:
+    def __init__(self, graph: GraphModule, params: Parameters, inputs: BatchInputs) -> None:
         self.graph, self.products = graph, WeightProducts(graph, params)
+        places = [node for node in graph.graph.nodes if node.op == "placeholder"][-len(inputs.tensors) :]
+        self.wholes = {
+            index: tensor.shape
+            for index, (place, tensor, dim) in enumerate(zip(places, inputs.tensors, inputs.dims, strict=True))
+            if dim is None and place.users
+        }
         self.derivative_is_checked = False
         self._batches: dict[str, GraphModule | None] = {}  # of the gradients, by the shapes of their inputs
 

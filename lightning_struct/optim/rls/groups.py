@@ -7,9 +7,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from lightning_struct.functional.layers.recorder import WeakHook
 from lightning_struct.functional.layers.registry import plain_name
 from lightning_struct.optim.requirements import refuse_replaced, state_without_hooks
-from lightning_struct.optim.rls.recorder import InputRecorder, WeakHook
+from lightning_struct.optim.rls.recorder import InputRecorder
 from lightning_struct.optim.rls.settings import Settings
 from lightning_struct.optim.rls.weights import TrainedWeight
 

@@ -176,7 +176,7 @@ class RLS(OptimizerWithAuxiliary):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients and the inputs of the layers that belong to them."""
         super().zero_grad(set_to_none)
-        self._forget()
+        self._recorder.forget()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -205,7 +205,7 @@ class RLS(OptimizerWithAuxiliary):
             with torch.inference_mode(False), torch.no_grad(), without_autocast(device):
                 clip = self._step_weights()
         except ValueError:
-            self._forget()
+            self._recorder.forget()
             raise
         if self.auxiliary is not None:
             if self.settings.max_grad_norm is not None:
@@ -250,8 +250,7 @@ class RLS(OptimizerWithAuxiliary):
             for parameter in weight.parameters:
                 if parameter.grad is not None:
                     mark_as_stepped(parameter.grad)
-        for weight in self._weights:
-            weight.end_step()
+        self._recorder.end_step()
         return clip
 
     @property
@@ -260,10 +259,6 @@ class RLS(OptimizerWithAuxiliary):
 
     def _memory(self) -> str:
         return bytes_as_text(sum(weight.memory for weight in self._weights))
-
-    def _forget(self) -> None:
-        for weight in self._weights:
-            weight.forget()
 
     # --- state -------------------------------------------------------------------------------------------------------
 

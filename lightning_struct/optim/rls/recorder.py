@@ -1,32 +1,35 @@
 """The layers that RLS trains: their weights, and hooks that record the inputs of calls whose output gets a gradient."""
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.functional.layers.calls import LayerCall, tensors_in
 from lightning_struct.functional.layers.kinds import Matrix
+from lightning_struct.functional.layers.recorder import CallRecorder, no_hook
 from lightning_struct.functional.torch_tools import current_backward, is_functorch_wrapped_tensor
 from lightning_struct.optim.requirements import LOWER_PRECISION
 from lightning_struct.optim.rls.all_weights import check_inverses_fit
 from lightning_struct.optim.rls.layers import TrainedLayer
 from lightning_struct.optim.rls.settings import Settings
-from lightning_struct.optim.rls.statistics import Arrival
+from lightning_struct.optim.rls.statistics import Use, UseInPass
 from lightning_struct.optim.rls.weights import TrainedWeight
 
+# Number of uses in earlier passes that are kept though no gradient of the weight has come from them.
+MOST_WAITING = 64
 
-class InputRecorder:
+
+class InputRecorder(CallRecorder):
     """Weights of layers, one for each parameter that is trained, and hooks on the layers that record their inputs.
 
     The hooks take the sums behind x̄ (equations (31), (51), (72), (80), (92)). A call without gradients, as in
-    validation, or whose loss is dropped, adds nothing. A copy of a layer, or a layer that is unpickled, keeps a hook
-    that does nothing.
+    validation, or whose loss is dropped, adds nothing. Counted are the uses of the passes that add to the gradient of a
+    weight.
 
     Args:
         layers: of :func:`layers_to_train`.
@@ -38,14 +41,15 @@ class InputRecorder:
     """
 
     def __init__(self, layers: dict[nn.Module, TrainedLayer], settings: Settings) -> None:
+        super().__init__()
         self.layers, self._settings = layers, settings
         self.weights: list[TrainedWeight] = []
         self._of_parameter: dict[nn.Parameter, TrainedWeight] = {}
         self._taken: set[nn.Parameter] = set()  # biases
-        self.found_unfrozen: Callable[..., None] = _nothing
-        self._handles: list[RemovableHandle] = []
-        self._watched: dict[nn.Module, AbstractContextManager[Any]] = {}
-        self._noted: set[tuple[TrainedWeight, nn.Parameter]] = set()
+        self.found_unfrozen: Callable[..., None] = no_hook
+        self._weight_of: dict[nn.Parameter, TrainedWeight] = {}
+        # Uses whose outputs have got a gradient, and the weight has not; those of the last pass are at the end.
+        self._waiting: dict[TrainedWeight, dict[Use, UseInPass]] = defaultdict(dict)
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -69,7 +73,7 @@ class InputRecorder:
         check_inverses_fit(new)
         self.weights += new
         if self._handles:
-            self._watch_gradients(new)
+            self._hook_gradients(new)
         return new
 
     def _weight(self, name: str, parameter: nn.Parameter, matrix: Matrix) -> TrainedWeight:
@@ -114,31 +118,19 @@ class InputRecorder:
     # --- hooks -------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Begin to record: hook the layers, before other hooks, which may replace an output."""
+        """Begin to record."""
         # A compiled graph is broken at each layer: the sums that are recorded must not become part of it.
         self._record_outside_of_graphs: Callable[..., None] = torch.compiler.disable(self._record)
         for layer, trained in self.layers.items():
-            if trained.reader.watch is not None:
-                self._handles.append(layer.register_forward_pre_hook(WeakHook(self.watch), with_kwargs=True))
-            recording = layer.register_forward_hook(
-                WeakHook(self.record), prepend=True, with_kwargs=True, always_call=True
-            )
-            self._handles.append(recording)
-        self._watch_gradients(self.weights)
-        weakref.finalize(self, _remove, self._handles)
+            self._hook_layer(layer, watched=trained.reader.watch is not None)
+        self._hook_gradients(self.weights)
 
-    def _watch_gradients(self, weights: Sequence[TrainedWeight]) -> None:
+    def _hook_gradients(self, weights: Iterable[TrainedWeight]) -> None:
         """Note the gradients of weights and biases: they say which uses count, and whether they were cleared."""
         for weight in weights:
             for parameter in weight.parameters:
-                if parameter.requires_grad and (weight, parameter) not in self._noted:
-                    self._noted.add((weight, parameter))
-                    hook = WeakHook(weight.note_gradient)
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-
-    def remove(self) -> None:
-        """Take the hooks away."""
-        _remove(self._handles)
+                self._weight_of[parameter] = weight
+                self._hook_parameter(parameter)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("layers", "_settings", "weights", "_of_parameter", "_taken")
@@ -151,71 +143,91 @@ class InputRecorder:
         if attached:
             self.attach()
 
-    def watch(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Enter the context that the reader of a layer needs around its call."""
-        if layer in self.layers and torch.is_grad_enabled():
-            watch = self.layers[layer].reader.watch
-            if watch is not None and (watched := watch(layer)) is not None:
-                watched.__enter__()
-                self._watched[layer] = watched
+    def _is_recorded(self, layer: nn.Module) -> bool:
+        return layer in self.layers and torch.is_grad_enabled() and not torch.jit.is_tracing()
 
-    def record(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Note a call of a layer."""
-        watched = self._watched.pop(layer, None)
-        if watched is not None:
-            watched.__exit__(None, None, None)
-        if layer in self.layers and torch.is_grad_enabled() and not torch.jit.is_tracing():
-            self._record_outside_of_graphs(layer, args, kwargs, outputs, watched)
+    def _watch(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        watch = self.layers[layer].reader.watch
+        return None if watch is None else watch(layer)
 
-    def _record(
-        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, watched: Any
-    ) -> None:
-        trained = self.layers[layer]
+    def _called(self, call: LayerCall, watched: Any) -> None:
+        self._record_outside_of_graphs(call, watched)
+
+    def _record(self, call: LayerCall, watched: Any) -> None:
+        trained = self.layers[call.layer]
         if not trained.is_complete():
             self.found_unfrozen()
-        tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        tensors = [tensor for tensor in tensors_in(call.outputs) if tensor.requires_grad]
         if not tensors or not any(p.requires_grad for weight in trained.weights.values() for p in weight.parameters):
             return
         if any(map(is_functorch_wrapped_tensor, tensors)):
             return  # within torch.func, whose derivatives do not add to gradients
         with torch.no_grad(), without_autocast(tensors[0].device.type):
-            uses = trained.reader.read(LayerCall(layer, args, kwargs, outputs), trained, watched)
-        self._watch_gradients([weight for weight, _ in uses])  # which may have been frozen before
+            uses = trained.reader.read(call, trained, watched)
+        self._hook_gradients(weight for weight, _ in uses)  # which may have been frozen before
 
-        alone, training = len(tensors) == 1, layer.training  # the hook must not hold the tensors that hold it
+        alone, training = len(tensors) == 1, call.layer.training  # the hook must not hold the tensors that hold it
 
-        def arrive(cotangent: Tensor) -> None:
+        def note(cotangent: Tensor) -> None:
             kept, makes_graph = cotangent.detach() if alone else None, torch.is_grad_enabled()
             for weight, use in uses:
-                weight.arrive(Arrival(use, kept, current_backward(), makes_graph and training))
+                self._note_cotangent(weight, UseInPass(use, kept, current_backward(), makes_graph and training))
 
         if alone:
-            tensors[0].register_hook(arrive)
+            tensors[0].register_hook(note)
         else:
-            register_multi_grad_hook(tensors, arrive, mode="any")
+            register_multi_grad_hook(tensors, note, mode="any")
 
+    # --- backward passes ---------------------------------------------------------------------------------------------
 
-class WeakHook:
-    """A hook that does not keep the object of its method alive; copies of modules and parameters leave it behind."""
+    def _note_cotangent(self, weight: TrainedWeight, use: UseInPass) -> None:
+        """Let a use wait for the gradient of its weight; uses of other passes wait if these may be differentiated.
 
-    def __init__(self, method: Callable[..., None]) -> None:
-        self._method = weakref.WeakMethod(method)
+        If others have cleared the gradients, the statistics begin anew.
+        """
+        if weight.statistics.is_cleared():
+            self.forget([weight])
+        waiting = self._waiting[weight]
+        waiting.pop(use.use, None)
+        if waiting and next(reversed(waiting.values())).backward != use.backward:
+            of_pass = [other for other in waiting.values() if other.backward == use.backward]
+            others = [o for o in waiting.values() if o.backward != use.backward and o.may_be_differentiated]
+            waiting = self._waiting[weight] = {o.use: o for o in [*others[-MOST_WAITING:], *of_pass]}
+        waiting[use.use] = use
 
-    def __call__(self, *call: Any) -> None:
-        method = self._method()
-        if method is not None:
-            method(*call)
+    def _accumulated(self, parameter: Any) -> None:
+        """Count the uses of a backward pass that has added to the gradient of a weight or of a bias.
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _left_behind, ()
+        The gradient of the weight comes when all its uses have got theirs. Passes by ``torch.autograd.grad`` add none;
+        but if the loss is made of their derivatives, the gradient may come through these alone. So if no output has got
+        a gradient in this pass, those count that made a graph.
+        """
+        weight = self._weight_of[parameter]
+        if parameter is weight.parameter or not weight.parameter.requires_grad:
+            waiting = list(self._waiting.pop(weight, {}).values())
+            of_pass = [use for use in waiting if use.backward == current_backward()]
+            for use in of_pass or [use for use in waiting if use.may_be_differentiated]:
+                weight.statistics.add(use.use, use.cotangent if of_pass else None)
+            weight.statistics.in_pass = 0
+        if parameter.grad is not None:
+            weight.statistics.versions[parameter] = parameter.grad._version
 
+    def forget(self, weights: Iterable[TrainedWeight] | None = None) -> None:
+        """Drop the inputs since the last step, of all weights or of some.
 
-def _left_behind() -> Callable[..., None]:
-    return _nothing
+        Uses in passes that may be differentiated wait on: Lightning clears gradients after the forward pass, in which a
+        loss may have taken derivatives.
+        """
+        for weight in self.weights if weights is None else weights:
+            weight.forget()
+            waiting = self._waiting.pop(weight, {})
+            if kept := {use: of_pass for use, of_pass in waiting.items() if of_pass.may_be_differentiated}:
+                self._waiting[weight] = kept
 
-
-def _nothing(*call: Any) -> None:
-    """The hook of a copied layer."""
+    def end_step(self) -> None:
+        """Forget everything, also passes that might be differentiated yet."""
+        self._waiting.clear()
+        self.forget()
 
 
 def without_autocast(device: str) -> Any:
@@ -223,9 +235,3 @@ def without_autocast(device: str) -> Any:
     # Devices without autocast, as "meta", cannot even be asked whether it is enabled.
     is_enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if is_enabled else nullcontext()
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()

@@ -39,7 +39,7 @@ class Use:
     positions: bool = False
 
 
-class Arrival(NamedTuple):
+class UseInPass(NamedTuple):
     """A use whose output has got a gradient, in a backward pass that may or may not reach the weight.
 
     Attributes:

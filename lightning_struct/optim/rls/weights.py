@@ -14,7 +14,7 @@ from lightning_struct.functional.curvature.recursive_least_squares import (
     gain,
 )
 from lightning_struct.functional.randomness import normal_numbers
-from lightning_struct.functional.torch_tools import current_backward, tree_map
+from lightning_struct.functional.torch_tools import tree_map
 from lightning_struct.optim.rls.gain_limit import (
     LARGEST_CHANGE,
     TOGETHER,
@@ -25,10 +25,7 @@ from lightning_struct.optim.rls.gain_limit import (
     sample_rows,
 )
 from lightning_struct.optim.rls.settings import Settings
-from lightning_struct.optim.rls.statistics import Arrival, Statistics, Use
-
-# Number of uses in earlier passes that are kept though no gradient of the weight has come from them.
-MOST_WAITING = 64
+from lightning_struct.optim.rls.statistics import Statistics
 
 
 class StepBounds(NamedTuple):
@@ -62,9 +59,7 @@ class TrainedWeight:
     Attributes:
         biases: those that are added to its products, one for each layer that has one of its own.
         users: how many layers use the weight.
-        statistics: of its inputs since the last step. Counted are the uses of the passes that add to its gradient.
-        arrived: uses whose outputs have got a gradient, which wait for one of the weight; uses in the last pass are at
-            the end.
+        statistics: of its inputs since the last step.
     """
 
     def __init__(
@@ -76,16 +71,15 @@ class TrainedWeight:
         self.outputs = parameter.shape[1] if transposed else parameter.shape[0] // groups
         self.features = parameter.numel() // (groups * self.outputs)
         self.settings = settings
-        self.arrived: dict[Use, Arrival] = {}
         self._test_vector: Tensor | None = None
-        self.end_step()
+        self.forget()
 
     def add_layer(self, bias: nn.Parameter | None) -> None:
         """Take in a layer that uses the weight, with this bias."""
         self.users += 1
         if bias is not None:
             self.biases.append(bias)
-            self.end_step()
+            self.forget()
             self.__dict__.pop("blank", None)  # which had one input less
 
     @property
@@ -141,50 +135,9 @@ class TrainedWeight:
         """(1, s, n) of the rows (r, n): all of them, or enough for the bound on the gain; None if nobody needs them."""
         return sample_rows(rows.to(self.dtype))[None] if self.takes_samples else None
 
-    def arrive(self, arrival: Arrival) -> None:
-        """Take note of a use whose output has got a gradient; uses of other passes wait if these may be differentiated.
-
-        If others have cleared the gradients, the statistics begin anew.
-        """
-        if self.statistics.is_cleared():
-            self.forget()
-        self.arrived.pop(arrival.use, None)
-        arrived = list(self.arrived.values())
-        if arrived and arrived[-1].backward != arrival.backward:
-            of_pass = [other for other in arrived if other.backward == arrival.backward]
-            others = [o for o in arrived if o.backward != arrival.backward and o.may_be_differentiated]
-            self.arrived = {other.use: other for other in [*others[-MOST_WAITING:], *of_pass]}
-        self.arrived[arrival.use] = arrival
-
-    def note_gradient(self, parameter: Tensor) -> None:
-        """Count the uses of a backward pass that has added to the gradient of the weight or of a bias.
-
-        The gradient of the weight comes when all its uses have got theirs. Passes by ``torch.autograd.grad`` add none;
-        but if the loss is made of their derivatives, the gradient may come through these alone. So if no output has got
-        a gradient in this pass, those count that made a graph.
-        """
-        if parameter is self.parameter or not self.parameter.requires_grad:
-            arrived, self.arrived = list(self.arrived.values()), {}
-            of_pass = [arrival for arrival in arrived if arrival.backward == current_backward()]
-            for arrival in of_pass or [arrival for arrival in arrived if arrival.may_be_differentiated]:
-                self.statistics.add(arrival.use, arrival.cotangent if of_pass else None)
-            self.statistics.in_pass = 0
-        if parameter.grad is not None:
-            self.statistics.versions[parameter] = parameter.grad._version  # type: ignore[index]
-
     def forget(self) -> None:
-        """Drop the inputs since the last step.
-
-        Uses in passes that may be differentiated wait on: Lightning clears gradients after the forward pass, in which a
-        loss may have taken derivatives.
-        """
+        """Drop the inputs since the last step."""
         self.statistics = Statistics(len(self.biases), self.most_rows)
-        self.arrived = {use: arrival for use, arrival in self.arrived.items() if arrival.may_be_differentiated}
-
-    def end_step(self) -> None:
-        """Forget everything, also passes that might be differentiated yet."""
-        self.arrived = {}
-        self.forget()
 
     # --- state -------------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from lightning_struct.optim import RLS
+from lightning_struct.optim.rls.recorder import MOST_WAITING
 from lightning_struct.optim.rls.statistics import Use
-from lightning_struct.optim.rls.weights import MOST_WAITING
 from tests.optim.helpers import gaussian
 from tests.optim.rls.twins import ADAM, descend, first_step, matrix, weights
 

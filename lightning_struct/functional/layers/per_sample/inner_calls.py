@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
 from lightning_struct.functional.layers.calls import LayerCall, Samples, tensors_in
@@ -53,7 +53,7 @@ _active = 0
 _of_thread = threading.local()  # its own recordings
 
 
-class RecordedCalls:
+class LinearCalls:
     """A context in which the calls of ``linear`` that this thread makes are kept.
 
     Attributes:
@@ -96,7 +96,7 @@ def _outside_of_graphs() -> Callable[..., Tensor]:
     return torch.compiler.disable(_recorded_linear)
 
 
-def is_recorded(layer: nn.Module) -> bool:
+def calls_linear(layer: nn.Module) -> bool:
     """Whether the shares of the layer's parameters are read off calls that are recorded while it runs."""
     kind = kind_of(layer)
     return kind is not None and kind.base is nn.MultiheadAttention and has_plain_parameters(layer, kind)
@@ -175,7 +175,7 @@ class AddedRow(ParameterUse):
         return {name: Dense(at_least_float32(self._by_sample(cotangent, samples)).sum(1)[:, None, None])}
 
 
-def parameter_uses(call: LayerCall, recorded: Sequence[LinearCall]) -> list[tuple[GradientEdge, ParameterUse]]:
+def parameter_uses(call: LayerCall, recorded: Sequence[LinearCall]) -> list[tuple[Tensor | GradientEdge, ParameterUse]]:
     """All uses that one call of an attention layer made of its trainable parameters.
 
     Args:
@@ -183,16 +183,15 @@ def parameter_uses(call: LayerCall, recorded: Sequence[LinearCall]) -> list[tupl
         recorded: the calls of ``linear`` in it.
 
     Returns:
-        With each use the edge of the graph at which the gradient of its result arrives. An edge keeps its part of
-        the graph alive.
+        With each use its result, or the edge of the graph at which the gradient of the result arrives.
     """
     query = call.argument(0, "query")
     sequences = query.shape[0 if call.layer.batch_first else 1] if query.ndim == 3 else None
     parameters = {name: p for name, p in owned_parameters(call.layer).items() if p.requires_grad}
-    uses: list[tuple[GradientEdge, ParameterUse]] = []
+    uses: list[tuple[Tensor | GradientEdge, ParameterUse]] = []
     for made in recorded:
         if made.outputs.requires_grad and parameters:
-            uses.append((get_gradient_edge(made.outputs), Projection(made, parameters, sequences)))
+            uses.append((made.outputs, Projection(made, parameters, sequences)))
     for name in ("bias_k", "bias_v"):
         if recorded and (parameter := parameters.get(name)) is not None:
             node = _node_that_reads(parameter, recorded)
@@ -245,7 +244,7 @@ def _rows(used: Tensor, parameter: nn.Parameter) -> slice | None:
 _WATCHING = "_inner_calls"
 
 
-class InnerCalls:
+class BaseCalls:
     """A context in which the inner calls of one call of a layer are kept.
 
     Each is kept with the state of the random generators before it, if it draws from them.
@@ -275,7 +274,7 @@ class InnerCalls:
             self._layer.__class__ = type(self._layer).__mro__[1]
 
 
-def has_inner_calls(layer: nn.Module) -> bool:
+def calls_base(layer: nn.Module) -> bool:
     """Whether the layer is a recurrent one of torch, with a ``forward`` of its own."""
     kind = kind_of(layer)
     if kind is None or kind.base is None or not issubclass(kind.base, nn.RNNBase) or not isinstance(layer, kind.base):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.functional.checks import checked, first_line
-from lightning_struct.functional.layers.calls import LayerCall, Samples, admissible_sizes, map_leaves, tensors_in
+from lightning_struct.functional.layers.calls import LayerCall, Samples, admissible_sizes, tensors_in
 from lightning_struct.functional.layers.kinds import couples_samples
-from lightning_struct.functional.layers.per_sample import inner_calls
 from lightning_struct.functional.layers.per_sample.contributions import (
     Contribution,
     Dense,
@@ -27,85 +24,23 @@ from lightning_struct.functional.layers.per_sample.contributions import (
     at_least_float32,
     squared_norms,
 )
-from lightning_struct.functional.layers.per_sample.layer_contributions import (
-    CannotRunAgain,
-    contributions,
-    draws_random_numbers,
-    has_rule,
-    reader_of,
+from lightning_struct.functional.layers.per_sample.layer_contributions import CannotRunAgain, has_rule
+from lightning_struct.functional.layers.per_sample.recorded_calls import (
+    RecordedCall,
+    Result,
+    edge_of,
+    is_watched,
+    recorded_calls,
+    watch,
 )
 from lightning_struct.functional.layers.per_sample.sample_layout import ModuleCall, places
-from lightning_struct.functional.layers.registry import base_call, owned_parameters
-from lightning_struct.functional.randomness import (
-    RandomState,
-    isolated_host_generators,
-    random_signs,
-    random_state,
-    restored_random_state,
-)
+from lightning_struct.functional.layers.recorder import CallRecorder, WeakHook
+from lightning_struct.functional.layers.registry import owned_parameters
+from lightning_struct.functional.randomness import random_signs
 from lightning_struct.functional.torch_tools import current_backward
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-@dataclass(eq=False)
-class PendingCall:
-    """One call of a layer whose cotangents are pending.
-
-    Attributes:
-        call: without cotangents.
-        parameters: those that it uses, by name.
-        backward: the pass within which it was made, by a checkpoint, or -1.
-        autocast: (device, dtype, enabled) of the call, for running the layer again; None if it is not.
-        random_state: of the generators before the call, for the same.
-        use: the one use inside of the call that the cotangents are of; None for the whole call.
-        accumulated: the parameters whose gradients it has taken part in.
-    """
-
-    call: LayerCall
-    parameters: dict[str, nn.Parameter]
-    backward: int
-    autocast: tuple[str, torch.dtype, bool] | None = None
-    random_state: RandomState | None = None
-    use: inner_calls.ParameterUse | None = None
-    accumulated: set[nn.Parameter] = field(default_factory=set)
-
-
-def pending_call(call: LayerCall, parameters: dict[str, nn.Parameter], state: RandomState | None) -> PendingCall:
-    """The record of a call for the backward pass, cut off from the graph.
-
-    Args:
-        call: with its outputs.
-        parameters: those that it uses and that are trained, by name.
-        state: of the random generators before the call, if its layer draws random numbers.
-    """
-    args, kwargs = _detached((call.args, call.kwargs))
-    reader, outputs = reader_of(call.layer), None
-    if reader.runs_again or reader.declared:
-        # if they are compared they must be those of the call, which the next layer may write over
-        outputs = _detached(call.outputs, copy=not reader.is_known or draws_random_numbers(call.layer))
-    pending = PendingCall(replace(call, args=args, kwargs=kwargs, outputs=outputs), parameters, current_backward())
-    if reader.runs_again:
-        device = tensors_in(outputs)[0].device.type
-        pending.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        pending.random_state = state
-    return pending
-
-
-def _detached(value: Any, *, copy: bool = False) -> Any:
-    """``value`` with its tensors cut off from the graph, which would otherwise live as long as they.
-
-    A tensor in two places remains one tensor.
-    """
-    seen: dict[int, Tensor] = {}
-
-    def cut(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and id(leaf) not in seen:
-            seen[id(leaf)] = leaf.detach().clone() if copy else leaf.detach()
-        return seen.get(id(leaf), leaf)
-
-    return map_leaves(cut, value)
 
 
 @dataclass
@@ -119,7 +54,7 @@ class ArrivedShares:
     backward: int
     outer: int
     fresh: bool
-    calls: list[PendingCall] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
     shares: list[Contribution] = field(default_factory=list)
     reason: str | None = None
 
@@ -222,7 +157,7 @@ class ParameterNorms:
     passes: list[int] = field(default_factory=list)
 
 
-class GradientNormRecorder:
+class GradientNormRecorder(CallRecorder):
     """Measures, in ordinary forward and backward passes, each sample's share of the gradient of each parameter.
 
     The share cᵢ of sample i is its part of ``parameter.grad``: one backward pass adds Σᵢ cᵢ. A parameter
@@ -293,6 +228,7 @@ class GradientNormRecorder:
             raise ValueError(f"uncovered must be 'raise' or 'skip', got {uncovered!r}")
         if probes is not None and probes < 1:
             raise ValueError(f"probes must be at least 1, or None for exact norms, got {probes}")
+        super().__init__()
         self.samples = samples
         self.rows: Mapping[int, Tensor] = {}
         self.batch: Sequence[Tensor] = ()
@@ -301,12 +237,8 @@ class GradientNormRecorder:
         self._module, self._probes, self._raises, self._seed = module, probes, uncovered == "raise", seed
         self._names: dict[nn.Parameter, str] = {}
         self._layers: dict[nn.Module, dict[str, nn.Parameter]] = {}
-        self._handles: list[RemovableHandle] = []
-        self._watched: set[nn.Parameter] = set()
         self._generators: dict[torch.device, torch.Generator] = {}
         self._projection_seed, self._part = seed, part
-        self._random_states: dict[nn.Module, RandomState] = {}
-        self._watching: dict[nn.Module, inner_calls.RecordedCalls | inner_calls.InnerCalls] = {}
         self._module_call: ModuleCall | None = None
         self._latest_call: ModuleCall | None = None
         self._no_call = ModuleCall(module, (), {}, (), self._running_again)
@@ -350,39 +282,23 @@ class GradientNormRecorder:
             # No user is asked to declare the layers of this package.
             if not has_rule(layer) and type(layer).__module__.partition(".")[0] != __name__.partition(".")[0]:
                 self._without_rule[layer] = f"{name or 'the module'} ({type(layer).__name__})"
-            with self._excused(parameters.values()):  # a ScriptModule takes no hooks
-                self._hook(layer)
+            with self._guard(layer):  # a ScriptModule takes no hooks
+                self._hook_layer(layer, watched=is_watched(layer))
         for name, part in self._module.named_modules():
             if "parametrizations" not in name.split(".") and not isinstance(part, torch.jit.ScriptModule):
-                before, after = self._guarded(self._before_module), self._guarded(self._after_module)
+                before, after = WeakHook(self._before_module), WeakHook(self._after_module)
                 self._handles.append(part.register_forward_pre_hook(before, with_kwargs=True))
                 self._handles.append(part.register_forward_hook(after, always_call=True))
         for parameter in self._names:
-            self._watch(parameter)
-
-    def _hook(self, layer: nn.Module) -> None:
-        watch: Callable[[], inner_calls.RecordedCalls | inner_calls.InnerCalls] | None = None
-        if inner_calls.is_recorded(layer):
-            watch = inner_calls.RecordedCalls
-        elif inner_calls.has_inner_calls(layer):
-            watch = partial(inner_calls.InnerCalls, layer)
-        if watch is not None or (has_rule(layer) and reader_of(layer).runs_again):
-            before = self._guarded(partial(self._before_forward, watch))
-            self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
-        after = self._guarded(self._after_forward)
-        self._handles.append(layer.register_forward_hook(after, with_kwargs=True, always_call=watch is not None))
+            self._hook_parameter(parameter)
 
     def remove(self) -> None:
         """Take the hooks away. The measurements stay."""
-        for handle in self._handles:
-            handle.remove()
-        for watching in self._watching.values():
-            watching.__exit__()
-        of_hooks: tuple[Any, ...] = (self._handles, self._watched, self._layers, self._watching)
-        of_passes: tuple[Any, ...] = (self._faults, self._arrived, self._random_states)
+        super().remove()
         self._module_call = self._latest_call = None
-        for held in of_hooks + of_passes:
-            held.clear()
+        self._layers.clear()
+        self._faults.clear()
+        self._arrived.clear()
 
     def results(self) -> list[ParameterNorms]:
         """Norms of each parameter that got a gradient and is covered, in the order of the module.
@@ -450,14 +366,8 @@ class GradientNormRecorder:
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
-    # Hooks are functions, not methods: a copy of the module, as an average of its weights, must not copy the recorder.
-
-    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
-        def guarded(layer: nn.Module, *args: Any) -> None:
-            with self._excused(self._layers.get(layer, {}).values()):
-                hook(layer, *args)
-
-        return guarded
+    def _guard(self, layer: nn.Module) -> AbstractContextManager[None]:
+        return self._excused(self._layers.get(layer, {}).values())
 
     @contextmanager
     def _excused(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -470,15 +380,19 @@ class GradientNormRecorder:
             for parameter in parameters:
                 self._faults.setdefault(parameter, f"to measure it fails ({first_line(error)})")
 
-    def _is_measured(self, layer: nn.Module) -> bool:
+    def _is_recorded(self, layer: nn.Module) -> bool:
         return layer in self._layers and not self._rerunning and torch.is_grad_enabled()
+
+    def _watch(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return watch(layer, args, kwargs)
 
     def _before_module(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._module_call is not None or self._rerunning or not torch.is_grad_enabled() or current_backward() != -1:
             return
-        if part is self._module or not places(tensors_in((args, kwargs))).isdisjoint(places(self.batch)):
-            sizes = admissible_sizes(self.samples)
-            self._module_call = self._latest_call = ModuleCall(part, args, kwargs, sizes, self._running_again)
+        with self._guard(part):
+            if part is self._module or not places(tensors_in((args, kwargs))).isdisjoint(places(self.batch)):
+                sizes = admissible_sizes(self.samples)
+                self._module_call = self._latest_call = ModuleCall(part, args, kwargs, sizes, self._running_again)
 
     def _after_module(self, part: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
         if self._module_call is not None and self._module_call.module is part and not self._rerunning:
@@ -492,86 +406,59 @@ class GradientNormRecorder:
         finally:
             self._module_call, self._rerunning = outer, False
 
-    def _before_forward(
-        self,
-        watch: Callable[[], inner_calls.RecordedCalls | inner_calls.InnerCalls] | None,
-        layer: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        if not self._is_measured(layer):
-            return
-        if watch is not None:
-            self._watching[layer] = watch().__enter__()
-        elif draws_random_numbers(layer):
-            self._random_states[layer] = random_state(*tensors_in((args, kwargs)))
-
-    def _after_forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+    def _after_call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         if self._module_call is not None:
             read = tensors_in((args, kwargs, outputs))
             self._module_call.shapes.append((layer, [tensor.shape for tensor in read if not tensor.is_nested]))
-        state = self._random_states.pop(layer, None) if self._random_states else None
-        watching = self._watching.pop(layer, None) if self._watching else None
-        if watching is not None:
-            watching.__exit__()
-            if outputs is None:
-                return  # the call has failed
-        elif not self._is_measured(layer):
-            return
+        super()._after_call(layer, args, kwargs, outputs)
+
+    def _called(self, call: LayerCall, watched: Any) -> None:
         # A checkpointed part runs again in the backward pass, outside of the module's call.
         module_call = (self._module_call if current_backward() == -1 else self._latest_call) or self._no_call
-        of_pass: dict[str, Any] = {"samples": self.samples, "rows": self.rows, "ambiguous": self.ambiguous}
-        of_pass["module_call"] = module_call
-        call = LayerCall(layer, args, kwargs, outputs, **of_pass)
-        if not isinstance(watching, inner_calls.RecordedCalls):
-            inner = [] if watching is None else [(replace(made, **of_pass), before) for made, before in watching.calls]
-            for made, state_before in inner or [(call, state)]:
-                self._expect(made, state_before)
-            return
-        for parameter in self._layers[layer].values():
-            self._watch(parameter)
-        for edge, use in inner_calls.parameter_uses(base_call(replace(call, outputs=None)), watching.calls):
-            # Neither the pending call nor its hook may hold the graph, which holds the hook.
-            pending = PendingCall(LayerCall(layer, **of_pass), use.parameters, current_backward(), use=use)
-            edge.node.register_prehook(partial(self._arrive_at_node, pending, edge.output_nr))
-
-    def _expect(self, call: LayerCall, state: RandomState | None) -> None:
-        """Await the cotangents of the outputs of a call."""
+        of_pass = replace(
+            call, samples=self.samples, rows=self.rows, ambiguous=self.ambiguous, module_call=module_call
+        )  # fmt: skip
         measured = set(self._layers[call.layer].values())
-        present = owned_parameters(call.layer)  # under other names if the layer has been pruned since
-        trainable = {name: p for name, p in present.items() if p in measured and p.requires_grad}
-        tensors = tensors_in(call.outputs)
-        differentiable = [i for i, tensor in enumerate(tensors) if tensor.requires_grad and not tensor.is_leaf]
-        if not trainable or not differentiable:
+        for made, results in recorded_calls(of_pass, watched):
+            # pruned layers have parameters under other names since
+            made.parameters = {name: p for name, p in made.parameters.items() if p in measured}
+            if made.parameters:
+                self._expect(made, results)
+
+    def _expect(self, call: RecordedCall, results: Sequence[Result]) -> None:
+        """Await the cotangents of the results of a call."""
+        edges = [edge_of(result) for result in results]
+        differentiable = [i for i, edge in enumerate(edges) if edge is not None]
+        if not differentiable:
             return
-        for parameter in trainable.values():
-            self._watch(parameter)
-        if couples_samples(call.layer):
+        for parameter in call.parameters.values():
+            self._hook_parameter(parameter)
+        if couples_samples(call.call.layer):
             self._warn_once(
                 "batch normalisation in training couples the samples of a batch through their statistics: of the "
                 "layers before it, each sample's share of the gradient is measured, and not its own gradient"
             )
-        pending = pending_call(call, trainable, state)
-        number = len(tensors)
-        if number == 1:
-            tensors[0].register_hook(lambda cotangent: self._arrive(pending, [cotangent]))
+        number = len(edges)
+        # Neither the call nor its hook may hold the graph, which holds the hook.
+        if number == 1 and (edge := edges[0]) is not None:
+            edge.node.register_prehook(partial(self._arrive_at_node, call, edge.output_nr))
             return
 
         def arrive(cotangents: Sequence[Tensor | None]) -> None:
             every: list[Tensor | None] = [None] * number
             for i, cotangent in zip(differentiable, cotangents, strict=True):
                 every[i] = cotangent
-            self._arrive(pending, every)
+            self._arrive(call, every)
 
-        register_multi_grad_hook([tensors[i] for i in differentiable], arrive)
+        register_multi_grad_hook([result for i in differentiable if isinstance(result := results[i], Tensor)], arrive)
 
-    def _arrive_at_node(self, pending: PendingCall, output: int, cotangents: Sequence[Tensor | None]) -> None:
+    def _arrive_at_node(self, call: RecordedCall, output: int, cotangents: Sequence[Tensor | None]) -> None:
         if cotangents[output] is not None:
-            self._arrive(pending, [cotangents[output]])
+            self._arrive(call, [cotangents[output]])
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def _arrive(self, call: PendingCall, cotangents: list[Tensor | None]) -> None:
+    def _arrive(self, call: RecordedCall, cotangents: list[Tensor | None]) -> None:
         """The cotangents of a layer's outputs are known; those of its parameters are about to be."""
         if self._rerunning or not self._handles:
             return
@@ -598,32 +485,24 @@ class GradientNormRecorder:
             if reason is None:
                 arrived.shares.append(shares[name])
 
-    def _contributions(self, pending: PendingCall, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
-        call = replace(pending.call, cotangents=cotangents)
-        if call.layer in self._failed:
-            raise Uncovered(self._failed[call.layer])
-        parameters = pending.parameters
+    def _contributions(self, made: RecordedCall, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
+        layer, parameters = made.call.layer, made.parameters
+        if layer in self._failed:
+            raise Uncovered(self._failed[layer])
         if any(parameter.is_complex() for parameter in parameters.values()):
             raise Uncovered("it is complex")
         has_samples = any(cotangent is not None and cotangent.numel() for cotangent in cotangents)
         if not has_samples and any(parameter.numel() for parameter in parameters.values()):
             return {name: Dense(p.detach().new_zeros(0, *p.shape)) for name, p in parameters.items()}
-        if pending.use is not None:
-            return pending.use.contributions(call.cotangent, call.samples)
-        if pending.autocast is None:
-            return contributions(call)
-        state = pending.random_state
-        restored = nullcontext() if state is None else restored_random_state(state)
         self._rerunning = True
         try:
-            with torch.autocast(*pending.autocast, cache_enabled=False), restored, isolated_host_generators():
-                shares = contributions(call)
+            shares = made.contributions(cotangents)
         except CannotRunAgain as reason:
-            self._failed[call.layer] = str(reason)
+            self._failed[layer] = str(reason)
             raise
         finally:
             self._rerunning = False
-        if call.layer in self._without_rule:
+        if layer in self._without_rule:
             names = [name for layer, name in self._without_rule.items() if layer not in self._failed]
             self._warn_once(
                 "these layers have no rule for per-sample gradients (see register_layer) and are run again under "
@@ -631,15 +510,7 @@ class GradientNormRecorder:
             )
         return shares
 
-    def _watch(self, parameter: nn.Parameter) -> None:
-        """Hook the accumulation of the gradient of ``parameter``, once for each backward pass."""
-        if parameter in self._watched or not parameter.requires_grad or is_lazy(parameter):
-            return
-        self._watched.add(parameter)
-        hook = parameter.register_post_accumulate_grad_hook(lambda parameter: self._after_accumulation(parameter))
-        self._handles.append(hook)
-
-    def _after_accumulation(self, parameter: nn.Parameter) -> None:
+    def _accumulated(self, parameter: nn.Parameter) -> None:
         if self._rerunning:
             return
         if parameter not in self._faults:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_struct.functional import GradientNormRecorder, per_sample_gradient_norms
-from lightning_struct.functional.layers.per_sample.inner_calls import RecordedCalls
+from lightning_struct.functional.layers.per_sample.inner_calls import LinearCalls
 
 SEQUENCES, WIDTH = 5, 6
 
@@ -180,9 +180,9 @@ def test_two_recorders_see_the_same_calls():
 
 def test_a_recording_ends_with_its_context():
     inputs, weight = torch.ones(2, 3), torch.ones(4, 3)
-    with RecordedCalls() as first:
+    with LinearCalls() as first:
         F.linear(inputs, weight)
-    with RecordedCalls() as second:
+    with LinearCalls() as second:
         F.linear(inputs, weight)
     assert (len(first.calls), len(second.calls)) == (1, 1)
 

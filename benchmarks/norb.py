@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from lightning_struct.data.files import DamagedFileError, check_values, naming_file
+from lightning_struct.data.files import DamagedFileError, naming_file
 from lightning_struct.data.flat_images import FlatImagesDataModule
 from lightning_struct.data.in_memory import LabelledSamples
 from lightning_struct.data.larochelle import picture_patches
@@ -156,13 +156,11 @@ def read_left_images(directory: Path, stem: str) -> LabelledSamples:
 
     Raises:
         OSError: if a file is missing.
-        DamagedFileError: if a file is not a binary matrix, ends early, or is not the labels or the images of its pair;
-            or if a label is out of range.
+        DamagedFileError: if a file is not a binary matrix, ends early, or is not the labels or the images of its pair.
     """
     path = packed_or_not(directory, f"{stem}-cat.mat")
     with open_matrix(path) as (file, shape, dtype):
         labels = torch.from_numpy(read_elements(file, math.prod(shape), dtype).astype(np.int64))
-    check_values(path, "label", labels, 0, CLASSES - 1)
     path = packed_or_not(directory, f"{stem}-dat.mat")
     with open_matrix(path) as (file, shape, dtype):
         if len(shape) != 4 or shape[1] != 2 or dtype != np.uint8 or shape[0] != len(labels):

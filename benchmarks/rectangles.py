@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from lightning_struct.data.amat import read_amat
 from lightning_struct.data.flat_images import FlatImagesDataModule
 from lightning_struct.data.in_memory import LabelledSamples, split_in_order
-from lightning_struct.data.larochelle import SITE, SIZE
+from lightning_struct.data.larochelle import SITE, SIZE, read_amat
 
 RECTANGLE_FILES = ("rectangles_train.amat", "rectangles_test.amat")
 LEAST_DIFFERENCE = 3
@@ -60,7 +59,7 @@ class RectanglesDataModule(FlatImagesDataModule):
         return train, test
 
     def read(self) -> tuple[LabelledSamples, LabelledSamples]:
-        train, test = (read_amat(Path(self.data_dir) / file, SIZE * SIZE, 2) for file in RECTANGLE_FILES)
+        train, test = (read_amat(Path(self.data_dir) / file) for file in RECTANGLE_FILES)
         return train, test
 
 

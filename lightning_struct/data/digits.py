@@ -1,16 +1,13 @@
 """MNIST and USPS: hand-written digits as flat grey pixels, with their labels."""
 
-import bz2
-import math
-import struct
-from abc import abstractmethod
+from contextlib import nullcontext
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from lightning_struct.data.curves import synthetic_digits
-from lightning_struct.data.files import DamagedFileError, check_values, naming_file, read_table, require_torchvision
+from lightning_struct.data.files import naming_file, require_torchvision
 from lightning_struct.data.flat_images import as_float
 from lightning_struct.data.in_memory import (
     BatchedTensorDataset,
@@ -20,22 +17,15 @@ from lightning_struct.data.in_memory import (
     split_at_random,
 )
 
-CLASSES = 10
-USPS_MOST = 1.001  # pixels of the file are in [-1, 1], but for the rounding of its decimals
-
 
 class DigitsDataModule(DownloadedDataModule):
-    """Base of MNIST and USPS: images are in [0, 1]."""
+    """Base of MNIST and USPS: images are in [0, 1]. torchvision has a class of the same title."""
 
     image_size: ClassVar[int]
     names: ClassVar[tuple[str, ...]]
     """The files, training part first."""
 
     usual_loaders = (300, "independent", 1000)
-
-    @abstractmethod
-    def read_part(self, paths: list[Path], train: bool, download: bool) -> LabelledSamples:
-        """The official training or test part from its files: images (n, pixels), uint8, and labels (n,), int64."""
 
     @property
     def paths(self) -> list[Path]:
@@ -47,9 +37,19 @@ class DigitsDataModule(DownloadedDataModule):
         return all(path.is_file() for path in self.paths)
 
     def read(self, download: bool) -> tuple[LabelledSamples, LabelledSamples]:
+        return self._read_part(True, download), self._read_part(False, download)
+
+    def _read_part(self, train: bool, download: bool) -> LabelledSamples:
+        """The official training or test part: images (n, pixels), uint8, and labels (n,), int64."""
+        require_torchvision(self.title)
+        from torchvision import datasets
+
         half = len(self.names) // 2
-        train = self.read_part(self.paths[:half], train=True, download=download)
-        return train, self.read_part(self.paths[half:], train=False, download=download)
+        paths = self.paths[:half] if train else self.paths[half:]
+        damaged = paths[0] if len(paths) == 1 else paths[0].parent
+        with naming_file(damaged) if all(map(Path.is_file, paths)) else nullcontext():
+            part = getattr(datasets, self.title)(self.data_dir, train=train, download=download)
+        return torch.as_tensor(part.data).flatten(1), torch.as_tensor(part.targets)
 
     def make_synthetic(self, count: int) -> LabelledSamples:
         return synthetic_digits(count, self.image_size, seed=self.seed)
@@ -97,19 +97,6 @@ class MNISTDataModule(DigitsDataModule):
     files = ", ".join(names)
     usual_sizes = (50_000, 10_000, 10_000)
 
-    def read_part(self, paths: list[Path], train: bool, download: bool) -> LabelledSamples:
-        require_torchvision(self.title)
-        from torchvision.datasets import MNIST
-
-        for path, shape in zip(paths, ((self.image_size, self.image_size), ()), strict=True):
-            if path.is_file():
-                check_idx_file(path, shape)
-        part = MNIST(self.data_dir, train=train, download=download)
-        if len(part.data) != len(part.targets):
-            raise DamagedFileError(paths[1], f"has {len(part.targets)} labels for {len(part.data)} images")
-        check_values(paths[1], "label", part.targets, 0, CLASSES - 1)
-        return part.data.flatten(1), part.targets
-
 
 class USPSDataModule(DigitsDataModule):
     """USPS: 6,800 / 1,000 / 1,498 images of 16 x 16 for training, validation and test.
@@ -149,51 +136,8 @@ class USPSDataModule(DigitsDataModule):
     usual_sizes = (6_800, 1_000, 1_498)
     usual_loaders = (200, "independent", 1000)
 
-    def read_part(self, paths: list[Path], train: bool, download: bool) -> LabelledSamples:
-        (path,) = paths
-        if not path.is_file():
-            require_torchvision(self.title)
-            from torchvision.datasets import USPS
-
-            USPS(self.data_dir, train=train, download=download)
-        with naming_file(path), bz2.open(path, "rt", encoding="utf-8") as file:
-            # "label index:pixel index:pixel ...", labels from 1
-            rows = ([word.rpartition(":")[2] for word in line.split()] for line in file)
-            table, lines = read_table(path, rows, 1 + self.image_size**2)
-        labels, images = table[:, 0] - 1, table[:, 1:].float()
-        check_values(path, "pixel", images, -USPS_MOST, USPS_MOST, lines)
-        check_values(path, "label", labels, 0, CLASSES - 1, lines)
-        return ((images + 1) / 2 * 255).clamp_(0, 255).to(torch.uint8), labels.long()  # truncated, as by torchvision
-
     def cut(self, official: tuple[LabelledSamples, LabelledSamples]) -> list[LabelledSamples]:
         images, labels = (torch.cat(both) for both in zip(*official, strict=True))
         sizes = {f"{key}_size": self.sizes[key] for key in ("train", "test", "val")}
         train, test, val = split_at_random(len(images), sizes, of=self.title)
         return [(images[part], labels[part]) for part in (train, val, test)]
-
-
-def check_idx_file(path: Path, sample_shape: tuple[int, ...]) -> None:
-    """Check that an idx file of bytes is as long as its header says. Nothing but the header is read.
-
-    The header has four bytes, 0, 0, 8 (for uint8) and the number of dimensions, and each size as a big-endian int32.
-
-    Args:
-        path: path of the file.
-        sample_shape: all sizes but the first, the number of samples.
-
-    Raises:
-        DamagedFileError: if the header is another, or the file is too short or too long.
-    """
-    dimensions = 1 + len(sample_shape)
-    header = struct.Struct(f">{1 + dimensions}i")
-    with path.open("rb") as file:
-        content = file.read(header.size)
-    length = path.stat().st_size
-    if len(content) < header.size:
-        raise DamagedFileError(path, f"has {length} bytes, less than the header of an idx file")
-    kind, count, *sizes = header.unpack(content)
-    if kind != 0x0800 + dimensions or count < 0 or tuple(sizes) != sample_shape:
-        raise DamagedFileError(path, f"does not begin as an idx file of bytes, samples of shape {sample_shape}, does")
-    expected = header.size + count * math.prod(sample_shape)
-    if length != expected:
-        raise DamagedFileError(path, f"has {length:,} bytes, but its header announces {expected:,}")

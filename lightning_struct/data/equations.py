@@ -300,10 +300,6 @@ def check_equation(equation: object) -> None:
         )
     if "initial" not in equation.regions:
         raise MisconfigurationException(f"{name} has time={time}, but no block 'initial' of conditions to begin with")
-    empty = [i for i in (time, *equation.periodic) if equation.domain.low[i] == equation.domain.high[i]]
-    if empty:
-        at, kind = equation.domain.low[empty[0]].item(), "interval of time" if empty[0] == time else "period"
-        raise MisconfigurationException(f"The {kind} of {name} has length zero: its domain begins and ends at {at:g}")
 
 
 class Poisson(DifferentialEquation):

@@ -21,7 +21,6 @@ PARTS, CLASSES = ("train", "test"), ("neg", "pos")
 SPECIAL_WORDS = ("<pad>", "<unk>")
 PADDING, UNKNOWN = 0, 1
 FEWEST_WORDS = 10
-MOST_BYTES = 1_000_000  # of one review; the longest official one has 14 kB
 OPINIONS = 20  # words of praise in synthetic reviews, and as many of blame
 
 Split = Callable[[str], list[str]]
@@ -192,8 +191,7 @@ def read_reviews(data_dir: str) -> dict[str, Reviews]:
 
     Raises:
         OSError: if there are no files, or a class has no reviews.
-        DamagedFileError: if the archive is not whole or has a path that leads out of it; if a review is no ordinary
-            file, has more than 1,000,000 bytes, or is not UTF-8.
+        DamagedFileError: if the archive is not whole, or a review is not UTF-8.
     """
     path = find_files(data_dir)
     if path is None:
@@ -201,7 +199,7 @@ def read_reviews(data_dir: str) -> dict[str, Reviews]:
     found: dict[tuple[str, str], dict[str, str]] = {(part, name): {} for part in PARTS for name in CLASSES}
     source = path.parent if path.is_dir() else path
     pattern = rf"{DIRECTORY}/({'|'.join(PARTS)})/({'|'.join(CLASSES)})/([^/]+\.txt)"
-    for content in read_files(source, f"{DIRECTORY}/*/*/*.txt", pattern, "a review", MOST_BYTES):
+    for content in read_files(source, f"{DIRECTORY}/*/*/*.txt", pattern):
         part, name, file = content.match.groups()
         with naming_file(content.path, content.place):
             found[part, name][file] = content.data.decode("utf-8")

@@ -4,19 +4,20 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from lightning_struct.data.amat import read_amat
 from lightning_struct.data.curves import synthetic_digits
 from lightning_struct.data.digits import MNISTDataModule
+from lightning_struct.data.files import DamagedFileError, naming_file
 from lightning_struct.data.flat_images import FlatImagesDataModule
 from lightning_struct.data.in_memory import LabelledSamples, split_at_random, split_in_order
 from lightning_struct.utilities.checks import check
 
 SITE = "https://sites.google.com/a/lisa.iro.umontreal.ca/public_static_twiki"
-SIZE, CLASSES = 28, 10
+SIZE = 28
 NOISE_BANDWIDTH, PICTURES, PICTURE_SIZE, LEAST_TEXTURE = 6.0, 20, 256, 0.1
 
 Variant = Literal["rotation", "background", "background_rotation", "noise"]
@@ -111,11 +112,28 @@ class MNISTVariantDataModule(FlatImagesDataModule):
         return train, test
 
     def read(self) -> tuple[LabelledSamples, LabelledSamples]:
-        parts = [read_amat(Path(self.data_dir) / file, SIZE * SIZE, CLASSES) for file in FILES[self.variant]]
+        parts = [read_amat(Path(self.data_dir) / file) for file in FILES[self.variant]]
         if self.variant != "noise":
             return parts[0], parts[1]
         images, labels = parts[0]  # one file: the training images come first
         return (images[:TRAIN_SIZE], labels[:TRAIN_SIZE]), (images[TRAIN_SIZE:], labels[TRAIN_SIZE:])
+
+
+def read_amat(path: Path) -> LabelledSamples:
+    """Read the images and labels of one ``.amat`` file: a line holds the pixels of an image, row by row, and its label.
+
+    Returns:
+        Images (n, 784), float32, in the order of the file; labels (n,), int64.
+
+    Raises:
+        OSError: if the file cannot be read.
+        DamagedFileError: if a line is too short or too long, or has anything but numbers; names file and line.
+    """
+    with naming_file(path):
+        table = torch.from_numpy(np.loadtxt(path, dtype=np.float32, ndmin=2))
+    if table.shape[1] != SIZE * SIZE + 1:
+        raise DamagedFileError(path, f"has {table.shape[1]} numbers in a line, not {SIZE * SIZE} pixels and a label")
+    return table[:, :-1].contiguous(), table[:, -1].long()
 
 
 def vary_digits(images: Tensor, variant: Variant, *, noise_correlation: float = 1.0, seed: int = 0) -> Tensor:

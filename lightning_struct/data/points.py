@@ -87,9 +87,7 @@ class PointDraws(IndependentDraws):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        check_counts(regions, counts)
-        _check_redraws(redraw_every_n_steps, residual_share)
-        _check_max_points(max_points)
+        _check_options(regions, counts, redraw_every_n_steps, residual_share, max_points)
         for name, value, off in (("residual_share", residual_share, 0), ("max_points", max_points, None)):
             if value and residuals is None:
                 raise MisconfigurationException(
@@ -142,9 +140,8 @@ class PointDraws(IndependentDraws):
     def hold(self, state: Mapping[str, Any]) -> None:
         """Go on with the points of a state."""
         self._period, self._points = state["period"], dict(state["points"])
-        self.batch_size = state.get("batch_size", self.batch_size)
-        self._lowest_loss, self._waited = state.get("lowest_loss", math.inf), state.get("waited", 0)
-        self._own_size = state.get("own_size", self._own_size)
+        self.batch_size, self._own_size = state["batch_size"], state["own_size"]
+        self._lowest_loss, self._waited = state["lowest_loss"], state["waited"]
 
     def _grow(self, last: Points, max_points: int) -> None:
         """Double the number of points if the steps on the last ones fitted these points."""
@@ -269,11 +266,9 @@ class PointsDataModule(EvaluatedDataModule):
     ) -> None:
         super().__init__()
         check_equation(equation)
-        check_counts(equation.regions, counts)
-        _check_redraws(redraw_every_n_steps, residual_share)
+        _check_options(equation.regions, counts, redraw_every_n_steps, residual_share, max_points)
         checks.check_counts(eval_count=eval_count, steps_per_epoch=steps_per_epoch, predict_count=predict_count)
         checks.check_counts(0, seed=seed)
-        _check_max_points(max_points)
         self.max_points = max_points
         self.equation, self.counts, self.seed = equation, dict(counts), seed
         self.redraw_every_n_steps, self.residual_share = redraw_every_n_steps, residual_share
@@ -361,12 +356,18 @@ class PointsDataModule(EvaluatedDataModule):
         return trainer.lightning_module.dtype if trainer else torch.get_default_dtype()
 
 
-def check_counts(regions: Mapping[str, Region], counts: Mapping[str, int]) -> None:
-    """Check that there is a number of points for each region.
+def _check_options(
+    regions: Mapping[str, Region],
+    counts: Mapping[str, int],
+    every_n_steps: int | None,
+    residual_share: float,
+    max_points: int | None,
+) -> None:
+    """Check that there is a number of points for each region, and the options of their draws.
 
     Raises:
-        MisconfigurationException: a region without a count, a count without a region, or a count that is no whole
-            number of at least 1.
+        MisconfigurationException: a region without a count, a count without a region, a count that is no whole number
+            of at least 1, or an option out of range.
     """
     checks.check("counts", counts, isinstance(counts, Mapping), "a mapping of regions to numbers of points")
     if set(counts) != set(regions):
@@ -376,18 +377,9 @@ def check_counts(regions: Mapping[str, Region], counts: Mapping[str, int]) -> No
         )
     if few := {block: count for block, count in counts.items() if not checks.is_count(count)}:
         raise MisconfigurationException(f"counts must be whole numbers of at least 1, but are {few}")
-
-
-def _check_redraws(every_n_steps: int | None, residual_share: float) -> None:
-    redraws = every_n_steps is None or checks.is_count(every_n_steps)
-    checks.check("redraw_every_n_steps", every_n_steps, redraws, "a whole number >= 1, or None for points that stay")
+    checks.check_positive(redraw_every_n_steps=every_n_steps, max_points=max_points)
     is_share = checks.is_number(residual_share) and 0 <= residual_share < 1
     checks.check("residual_share", residual_share, is_share, "in [0, 1)")
-
-
-def _check_max_points(max_points: int | None) -> None:
-    is_bound = max_points is None or checks.is_count(max_points)
-    checks.check("max_points", max_points, is_bound, "a whole number >= 1, or None")
 
 
 class _PointLoader(DrawLoader):

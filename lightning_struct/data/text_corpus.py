@@ -234,13 +234,12 @@ class TextCorpusDataModule(EvaluatedDataModule):
             names = " or ".join(", ".join(layout.values()) for layout in LAYOUTS)
             expected = f"{names} of WikiText-2 ({SITE}), or those of another text,"
             elsewhere = f"{files.NAME_DIRECTORY}, or any text (--data.text_file)"
-        return files.read_or_explain(
-            "The text",
-            lambda: number_words(*(read_parts(place) if path is None else cut_text(read_text(path), self.least_count))),
-            data_dir=str(place),
-            files=expected,
-            elsewhere=elsewhere,
-        )
+
+        def read() -> Corpus:
+            parts = read_parts(place) if path is None else cut_text(read_words(path), self.least_count)
+            return build_vocabulary(*parts)
+
+        return files.read_or_explain("The text", read, data_dir=str(place), files=expected, elsewhere=elsewhere)
 
     def _cut(self, corpus: Corpus) -> Corpus:
         for part, size in self.sizes.items():
@@ -259,19 +258,6 @@ def read_words(path: Path) -> list[str]:
     """
     with files.naming_file(path), path.open(encoding="utf-8") as lines:
         return [word for line in lines for word in (*line.split(), END_OF_LINE)]
-
-
-def read_text(path: Path) -> list[str]:
-    """Read the words of a file that has some, as :func:`read_words` does.
-
-    Raises:
-        OSError: if the file cannot be opened.
-        DamagedFileError: if it is not UTF-8, or empty.
-    """
-    words = read_words(path)
-    if not words:
-        raise files.DamagedFileError(path, "is empty")
-    return words
 
 
 def read_parts(data_dir: Path) -> list[list[str]]:
@@ -296,7 +282,7 @@ def cut_text(words: Sequence[str], least_count: int) -> list[list[str]]:
     return [known[:first], known[first:second], known[second:]]
 
 
-def number_words(train: Sequence[str], val: Sequence[str], test: Sequence[str]) -> Corpus:
+def build_vocabulary(train: Sequence[str], val: Sequence[str], test: Sequence[str]) -> Corpus:
     """Number the words in the order of the training text; others are ``<unk>``, which has the last number if it is new.
 
     Raises:

@@ -42,8 +42,8 @@ def test_same_seed_gives_the_same_images_and_another_seed_others():
 
 
 def test_no_ink_is_cut_off_by_the_border():
-    border = generate_curves(2000).view(-1, 28, 28)
-    assert (border[:, [0, -1]].amax(dim=(1, 2)) > 0.9).float().mean() < 0.01
+    border = generate_curves(500).view(-1, 28, 28)
+    assert (border[:, [0, -1]].amax(dim=(1, 2)) > 0.9).float().mean() < 0.02
 
 
 def small_curves(**arguments):
@@ -71,7 +71,7 @@ def test_shapes_and_ranges_are_those_of_flat_labelled_images():
 
 
 def test_figures_of_one_sample_are_recognised_in_another():
-    images, labels = synthetic_digits(600, 16, seed=1)
+    images, labels = synthetic_digits(300, 16, seed=1)
     others, other_labels = synthetic_digits(200, 16, seed=2)
     nearest = labels[torch.cdist(others, images).argmin(dim=1)]
     assert (nearest == other_labels).float().mean() > 0.9

@@ -21,50 +21,23 @@ def splits_of(**options):
     return prepared(MNISTVariantDataModule(**{**SIZES, **options})).splits
 
 
-def write_amat(path, labels):
-    """Images whose first pixel is their number in hundredths."""
-    path.write_text("\n".join(f"{number / 100} {'0 ' * 783}{label}" for number, label in enumerate(labels)))
-
-
-@pytest.mark.parametrize("variant", ["rotation", "background", "background_rotation"])
-def test_official_files_are_read(tmp_path, variant):
-    train, test = FILES[variant]
-    write_amat(tmp_path / train, [number % 10 for number in range(20)])
-    write_amat(tmp_path / test, [7] * 8)
-    splits = splits_of(variant=variant, data_dir=str(tmp_path))
-    assert [len(part) for part in splits] == [17, 3, 8] and splits.test.tensors[1].tolist() == [7] * 8
-
-
-def test_file_of_noise_has_training_images_first(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_struct.data.larochelle.TRAIN_SIZE", 20)
-    write_amat(tmp_path / "mnist_noise_variations_all_1.amat", [number % 5 for number in range(20)] + [9] * 8)
-    splits = splits_of(variant="noise", data_dir=str(tmp_path))
-    assert splits.test.tensors[1].tolist() == [9] * 8 and splits.train.tensors[1].max() < 5
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_are_made_of_digits_none_of_them_used_twice(tmp_path, variant):
-    write_mnist(tmp_path, test=6)
+    write_mnist(tmp_path)
     splits = splits_of(
-        variant=variant, generate=True, data_dir=str(tmp_path), download=False, train_size=26, test_size=10
+        variant=variant, generate=True, data_dir=str(tmp_path), download=False, train_size=28, test_size=10
     )
     labels = torch.cat([part.tensors[1] for part in splits])
-    assert sorted(labels.tolist()) == sorted(number % 10 for number in range(36))
-    assert splits.train.tensors[0].shape == (22, 784) and splits.train.tensors[0].dtype == torch.float32
+    assert sorted(labels.tolist()) == sorted(number % 10 for number in range(38))
+    assert splits.train.tensors[0].shape == (24, 784) and splits.train.tensors[0].dtype == torch.float32
 
 
 def test_made_images_do_not_depend_on_the_seed(tmp_path):
-    write_mnist(tmp_path, test=6)
+    write_mnist(tmp_path)
     made = [
         splits_of(generate=True, data_dir=str(tmp_path), download=False, seed=seed).val.tensors[1] for seed in (1, 2)
     ]
     assert torch.equal(*made)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_synthetic_images_need_no_files(variant):
-    splits = splits_of(variant=variant, synthetic=True, data_dir="nowhere")
-    assert [len(part) for part in splits] == [17, 3, 8] and splits.test.tensors[0].shape == (8, 784)
 
 
 def test_generating_without_mnist_names_the_remedies(tmp_path, no_network):
@@ -149,12 +122,3 @@ def test_generated_images_do_not_depend_on_the_seed():
         return prepared_rectangles(**options).test.tensors[1].tolist()
 
     assert labels(generate=True, seed=1) == labels(generate=True, seed=2)
-
-
-def test_official_files_of_rectangles_are_read(tmp_path):
-    for part, count, start in (("train", 20, 0), ("test", 8, 20)):
-        lines = [f"{(start + number) / 100} {'0 ' * 783}{number % 2}" for number in range(count)]
-        (tmp_path / f"rectangles_{part}.amat").write_text("\n".join(lines))
-    splits = prepared_rectangles(data_dir=str(tmp_path))
-    assert [len(part) for part in splits] == [17, 3, 8]
-    assert splits.test.tensors[0][:, 0].min() > splits.train.tensors[0][:, 0].max()

@@ -77,7 +77,7 @@ def test_images_are_made_smaller_by_averaging():
 
 
 def test_made_images_are_always_the_same():
-    sizes = {"train_size": 40, "test_size": 20}
+    sizes = {"train_size": 8, "test_size": 8}
     made, again = (prepared("nowhere", generate=True, seed=seed, **sizes) for seed in (0, 1))
     torch.testing.assert_close(made.test.tensors[0], again.test.tensors[0])
 
@@ -128,13 +128,6 @@ def test_damaged_files_are_refused(tmp_path, damage, error, message):
         read_left_images(tmp_path, "some")
 
 
-def test_labels_out_of_range_are_refused(tmp_path):
-    write_pair(tmp_path, "some", 0, 4, size=32)
-    write_matrix(tmp_path / "some-cat.mat", INTEGERS, np.array([0, 5, 6, 1], "<i4"))
-    with pytest.raises(DamagedFileError, match="some-cat.mat gives sample 2 .* the label 6, not one of 0 to 5"):
-        read_left_images(tmp_path, "some")
-
-
 def made(count, seed=0):
     return make_toys(count, 32, instances=range(INSTANCES), generator=torch.Generator().manual_seed(seed))
 
@@ -146,4 +139,4 @@ def test_images_are_grey_values_with_a_label_each():
 
 
 def test_a_single_image_may_show_none_of_the_toys():
-    assert {int(made(1, seed=seed)[1]) for seed in range(20)} >= {0, TOYS}
+    assert {int(made(1, seed=seed)[1]) for seed in range(8)} >= {0, TOYS}

@@ -102,10 +102,10 @@ def test_every_face_has_its_share_of_the_points(high, count, least):
 
 def test_rounded_shares_are_right_on_average():
     faces = Faces(Box([0.0, 0.0], [1.0, 3.0]))
-    points = torch.cat([faces.sample(5, torch.Generator().manual_seed(seed)) for seed in range(2000)])
+    points = torch.cat([faces.sample(5, torch.Generator().manual_seed(seed)) for seed in range(400)])
     shares = torch.stack([(points[:, i] == end).double().mean() for i, end in ((0, 0), (0, 1), (1, 0), (1, 3))])
     # a short face has one point for sure, the others share the rest
-    torch.testing.assert_close(shares, torch.tensor([1.5, 1.5, 1, 1]).double() / 5, atol=0.01, rtol=0)
+    torch.testing.assert_close(shares, torch.tensor([1.5, 1.5, 1, 1]).double() / 5, atol=0.03, rtol=0)
     assert 0.2 < (points[::5, 0] == 0).double().mean() < 0.4  # in random order
 
 

@@ -9,6 +9,7 @@ from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import BuildError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
@@ -23,12 +24,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_content(html: str, **_: object) -> str:
+def on_page_content(html: str, page: Page, **_: object) -> str:
     """Typeset the equations of a page, so that the reader's browser needs no script and no other host."""
 
     def mathml(found: re.Match[str]) -> str:
         return convert(unescape(found[2]), display="block" if found[1] == "div" else "inline")
 
+    if page.file.src_uri == "equations.md":  # long names in narrow columns: they may break between words
+        html = re.sub(r"(?<=<code>)[^<]+", lambda name: re.sub(r"::|[./_]", r"\g<0><wbr>", name[0]), html)
     return EQUATION.sub(mathml, html)
 
 

@@ -24,7 +24,7 @@ MEASURE = """(() => {
     return {
         overflow: document.scrollingElement.scrollWidth - document.documentElement.clientWidth,
         cut: shown('pre > code').filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.innerText.slice(0, 60)),
-        broken: shown('td code').filter(e => e.getClientRects().length > 1).map(e => e.innerText),
+        broken: shown('td code:not(:has(wbr))').filter(e => e.getClientRects().length > 1).map(e => e.innerText),
         foreign: performance.getEntriesByType('resource').map(e => e.name).filter(e => !e.startsWith('file:')),
         untypeset: shown('.arithmatex, merror').map(e => e.innerText),
     };

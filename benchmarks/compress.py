@@ -150,8 +150,8 @@ def characters(directory: Path) -> tuple[Sample, Sample, Sample]:
 
 
 TASKS = {
-    "perceptron": Task(perceptron, digits, 5, 64, (2e-3, 1e-3), (0.25, 0.1, 0.05)),
-    "CNN": Task(convolutions, cifar, 5, 64, (4e-3, 1e-3), (0.5, 0.25, 0.125)),
+    "perceptron": Task(perceptron, digits, 5, 64, (2e-3, 1e-3), (0.25, 0.1)),
+    "CNN": Task(convolutions, cifar, 5, 64, (4e-3, 1e-3), (0.5, 0.25)),
     "transformer": Task(CharacterTransformer, characters, 6, 16, (4e-3, 1e-3), (0.5, 0.25)),
 }
 
@@ -319,7 +319,7 @@ def draw(runs: Sequence[Run], networks: Sequence[str]) -> Figure:
             color = style.color_of(way)
             axes.plot(sizes, middle, marker=marker, color=color, label=way)
             axes.fill_between(sizes, low, high, color=color, alpha=0.2, linewidth=0)
-        axes.plot(whole["bytes_in_8_bits"], whole["before_8"], "D", color=style.INK, label="8 bits, not fine-tuned")
+        axes.plot(whole["bytes_in_8_bits"], whole["after_8"], "D", color=style.INK, label="whole, in 8 bits")
         axes.axhline(whole["before"], color=style.INK, linestyle="--", label="whole")
         axes.set_xlabel("bytes of the weights")
         axes.set_title(name)

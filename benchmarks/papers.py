@@ -1,9 +1,9 @@
-"""Tables of docs/results/paper_*.md, made from the runs that are kept under docs/results/data.
+"""Tables of docs/results/papers.md, made from the runs that are kept under docs/results/data.
 
     python benchmarks/papers.py
     python benchmarks/papers.py --commands ldr_table_1
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``, with the machines that its runs name.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; the last one has the machines of all runs.
 ``--commands`` prints the commands of a table's runs, as few as there can be. To add seeds, change theirs: they write
 under docs/results/data, and repeat no run that is there.
 """
@@ -40,20 +40,26 @@ from structured_classes import BUDGETED, LABELS, finished, ways_in
 from structured_tasks import RATES, at_best_rate
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = [DOCS / f"results/paper_{paper}.md" for paper in ("shf", "rls", "ldr")]
+PAGE = DOCS / "results/papers.md"
 DATA = DOCS / "results/data"
 BLOCK = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 SEEDS = re.compile(r"(?<=--seeds )\d+(?: \d+)*")
 OPTION = re.compile(r"--\S+(?: (?!--)\S+)*")
 OF_WAY = re.compile(r" --(?:seeds|classes|ranks)(?: (?!--)\S+)*")
 SWEEP = rls.columns_of("sweep", rls.TASKS["mnist"])  # the same for all tasks
-SWEPT = ("mnist", "cifar", "imdb")
+SWEPT = {"mnist": "MNIST", "cifar": "CIFAR-10", "imdb": "IMDB"}
 RATE = 0.001  # of most runs on images
 VARIANTS = {
     "noise": "noise",
     "background_rotation": "background and rotation",
     "cifar": "CIFAR-10 in grey",
     "norb": "toys as in NORB",
+}
+PAIR = {"noise": "noise", "background_rotation": "rotation"}  # as the tables of both name them
+LANGUAGE = {
+    "SGD, 6,477 words": "tinyshakespeare_4_epochs",
+    "Adam, embedding frozen, 1,046 words": "tinyshakespeare_1_epochs_count_20_frozen_adam_0.01",
+    "Adam, 23,334 words": "reviews_1_epochs_normal_adam_0.01",
 }
 
 
@@ -72,9 +78,7 @@ class Table:
     runs: Sequence[Run]
 
     def markdown(self) -> str:
-        """The table, and the machines of its runs."""
-        rows = "\n".join([harness.header(*self.head), *(harness.row(*cells) for cells in self.rows)])
-        return "\n\n".join([rows, *machines_of(self.runs)])
+        return "\n".join([harness.header(*self.head), *(harness.row(*cells) for cells in self.rows)])
 
 
 def commands_of(runs: Iterable[Run]) -> list[str]:
@@ -116,24 +120,21 @@ def options_of(seeds: Mapping[Way, set[int]]) -> list[str]:
     return texts
 
 
-def machines_of(runs: Iterable[Run]) -> list[str]:
-    """The machines, each with the number of its runs and the CPU seconds that they took."""
+def machines() -> Table:
+    """The machines of all runs, each with the number of its runs and the CPU seconds that they took."""
+    runs = [run for name, table in TABLES.items() if name != "machines" for run in table().runs]
+    different = {(run["command"], run["run"]): run for run in runs}
     seconds: dict[str, list[float]] = {}
-    for run in runs:
+    for run in different.values():
         seconds.setdefault(harness.machine_line(run["machine"]), []).append(run.get("seconds", 0.0))
-    return [f"{machine}: {_time_of(of_machine)}." for machine, of_machine in seconds.items()]
-
-
-def _time_of(seconds: list[float]) -> str:
-    if len(seconds) == 1:
-        return f"1 run of {seconds[0]:.0f} CPU seconds"
-    return f"{len(seconds)} runs of {min(seconds):.0f} to {max(seconds):.0f} CPU seconds"
+    rows = [[line, str(len(of)), f"{min(of):.0f} to {max(of):.0f}"] for line, of in sorted(seconds.items())]
+    return Table(["machine", "runs", "CPU seconds of a run"], rows, [])
 
 
 def by_seed(runs: Iterable[Run], value: Callable[[Run], float], form: str = "{:.2f}") -> str:
     """A figure of each run, in the order of the seeds."""
     ordered = sorted(runs, key=lambda run: run["seed"])
-    return " / ".join(form.format(value(run)) if not run.get("error") else "diverged" for run in ordered)
+    return ", ".join(form.format(value(run)) if not run.get("error") else "diverged" for run in ordered)
 
 
 def of_way(runs: Iterable[Run], way: Way) -> list[Run]:
@@ -160,42 +161,32 @@ def shf_table_2() -> Table:
                 continue
             used += found
             cells = (
-                by_seed(found, lambda run: run["steps"][-1]["step"], "{:.0f}"),
                 by_seed(found, lambda run: run["seconds"], "{:.0f}"),
-                by_seed(found, lambda run: 0.5 * min(v["error"] for v in run["validations"]), "{:.3f}"),
                 by_seed(found, lambda run: 0.5 * run["test_at_best"], "{:.3f}"),
             )
-            paper = f"{papers[name][1]:.3f}" if name in papers else ""
-            rows.append([task.upper(), title, *cells, paper])
-    head = ["data", "method", "steps", "CPU seconds", "validation ½‖x̂ - x‖²", "test", "the paper, test"]
-    return Table(head, rows, used)
+            rows.append([task.upper(), title, *cells, f"{papers[name][1]:.3f}" if name in papers else ""])
+    return Table(["data", "method", "CPU seconds", "test ½‖x̂ - x‖²", "the paper"], rows, used)
 
 
 def sweep_runs(task: str) -> list[Run]:
     return harness.load_runs(DATA / f"rls/sweep_{task}_3_epochs")
 
 
-def figures_4_and_5(task: str) -> Table:
-    runs = sweep_runs(task)
-    columns: dict[str, tuple[Callable[[Run], float], str]] = {
-        "test % after epoch 1": (lambda run: 100 * run["epochs"][0]["test_accuracy"], "{:.2f}"),
-        "after epoch 3": (lambda run: 100 * run["epochs"][-1]["test_accuracy"], "{:.2f}"),
-        "training loss of epoch 3": (lambda run: run["epochs"][-1]["train_loss"], "{:.3g}"),
-    }
+def figures_4_and_5() -> Table:
+    runs = {task: sweep_runs(task) for task in SWEPT}
     rows = []
     for way in dict.fromkeys(way for ways in SWEEP.values() for way in ways):
-        found = [run for run in runs if run["way"] == way]
-        rows.append([way, *(by_seed(found, value, form) for value, form in columns.values())])
-    return Table(["RLS with", *columns], rows, runs)
+        of_tasks = [[run for run in found if run["way"] == way] for found in runs.values()]
+        rows.append([way, *(by_seed(of, lambda run: 100 * run["epochs"][-1]["test_accuracy"]) for of in of_tasks)])
+    titles = [f"{title}, test %" for title in SWEPT.values()]
+    return Table(["RLS with", *titles], rows, [run for found in runs.values() for run in found])
 
 
 def figure_3() -> Table:
     """The ways under the cross-entropy on IMDB; those on the other tasks stand on the page of RLS."""
     runs = harness.load_runs(DATA / "rls/compare_imdb_10_epochs")
     columns: dict[str, tuple[Callable[[Run], float], str]] = {
-        "test % after epoch 1": (lambda run: 100 * run["epochs"][0]["test_accuracy"], "{:.2f}"),
-        "best": (lambda run: 100 * max(epoch["test_accuracy"] for epoch in run["epochs"]), "{:.2f}"),
-        "last": (lambda run: 100 * run["epochs"][-1]["test_accuracy"], "{:.2f}"),
+        "best test %": (lambda run: 100 * max(epoch["test_accuracy"] for epoch in run["epochs"]), "{:.2f}"),
         "training loss of the last epoch": (lambda run: run["epochs"][-1]["train_loss"], "{:.3g}"),
     }
     rows = []
@@ -205,23 +196,17 @@ def figure_3() -> Table:
     return Table(["IMDB, cross-entropy", *columns], rows, runs)
 
 
-def table_2(text: str, ways_of_training: dict[str, str]) -> Table:
-    """Test perplexities.
-
-    Args:
-        text: on which the models were trained.
-        ways_of_training: title of a column -> the end of the name of its folder.
-    """
-    folder = DATA / "structured_tasks"
-    columns = {title: harness.load_runs(folder / f"language_{text}_{kind}") for title, kind in ways_of_training.items()}
-    runs = [run for of_column in columns.values() for run in of_column]
+def table_2() -> Table:
+    """Test perplexities."""
+    runs_of = {title: harness.load_runs(DATA / f"structured_tasks/language_{name}") for title, name in LANGUAGE.items()}
+    runs = [run for found in runs_of.values() for run in found]
     rows = []
     for way in ways_in(runs):
         cells = [
-            by_seed(of_way(found, way), lambda run: run["test_perplexity"], "{:.1f}") for found in columns.values()
+            by_seed(of_way(found, way), lambda run: run["test_perplexity"], "{:.1f}") for found in runs_of.values()
         ]
         rows.append([named(way), f"{of_way(runs, way)[0]['parameters']:,}", *cells, paper_perplexity(way)])
-    return Table(["input-hidden matrices", "parameters", *columns, "the paper, WikiText-2"], rows, runs)
+    return Table(["input-hidden matrices", "parameters", *LANGUAGE, "the paper, WikiText-2"], rows, runs)
 
 
 def image_runs(variant: str, fraction: float = 1.0, network: str = "shl", rate: float | None = RATE) -> list[Run]:
@@ -272,6 +257,8 @@ def best_rates(variants: dict[str, str]) -> Table:
                 continue
             found, parameters = at_best_rate(of_rates), of_rates[0]["parameters"]
             paper = paper_accuracy(way, variant, "shl")
+            if variant == "rectangles" and not paper:
+                continue
             cells += [f"{found[0]['rate']:g}", by_seed(found, accuracy), f"{paper:.2f}" if paper else ""]
             used += of_rates
         if any(cells):
@@ -292,39 +279,39 @@ def table_3() -> Table:
     return Table(columns, rows, [*short, *long])
 
 
-def tables_8_and_9(network: str, variant: str = "noise") -> Table:
+def tables_8_and_9(network: str) -> Table:
     papers = TABLE_8 if network == "shl" else TABLE_9
-    found = [run for run in image_runs(variant, network=network) if run["way"][0] in papers]
     titles = {"ldr_sd": "LDR-SD", "pruned": "pruned", "reduced": "fewer hidden units"}
     rows, used = [], []
-    for rank in sorted({run["way"][1] for run in found if run["way"][0] == "pruned"}):
-        of_rank = {name: of_way(found, (name, rank)) for name in titles}
-        cells = [f"{of_rank['ldr_sd'][0]['parameters']:,}"]
-        for name, of_class in of_rank.items():
-            paper = papers[name][IMAGES.index(variant)][BUDGET_RANKS.index(rank)]
-            cells += [by_seed(of_class, accuracy), f"{paper:.2f}"]
-            used += of_class
-        rows.append([str(rank), *cells])
-    columns = [cell for title in titles.values() for cell in (f"{title}, test %", "the paper")]
-    return Table(["rank of LDR-SD", "parameters", *columns], rows, used)
+    for variant, title in PAIR.items():
+        runs = image_runs(variant, network=network)
+        for number, rank in enumerate(BUDGET_RANKS):
+            if network == "lenet" and rank not in (1, 4, 16):
+                continue
+            of_rank = {name: of_way(runs, (name, rank)) for name in titles}
+            cells = []
+            for name, of_class in of_rank.items():
+                cells += [by_seed(of_class, accuracy), f"{papers[name][IMAGES.index(variant)][number]:.2f}"]
+                used += of_class
+            rows.append([title, str(rank), *cells])
+    columns = [cell for name in titles.values() for cell in (f"{name}, test %", "the paper")]
+    return Table(["data", "rank of LDR-SD", *columns], rows, used)
 
 
-def tables_10_and_11(network: str, variant: str = "noise") -> Table:
-    columns = {fraction: image_runs(variant, fraction, network) for fraction in FRACTIONS}
-    columns = {fraction: runs for fraction, runs in columns.items() if runs}
+def tables_10_and_11(network: str) -> Table:
+    """With parts of the samples; all of them are in Tables 1 and 7."""
     rows, used = [], []
-    for way, of_variants in (TABLE_10 if network == "shl" else TABLE_11).items():
-        papers = of_variants[IMAGES.index(variant)]
-        if not any(of_way(runs, way) for runs in columns.values()):
-            continue
-        cells = []
-        for fraction, runs in columns.items():
-            found = of_way(runs, way)
-            used += found
-            cells += [by_seed(found, accuracy), f"{papers[FRACTIONS.index(fraction)]:.2f}"]
-        rows.append([named(way), *cells])
-    head = [cell for fraction in columns for cell in (f"{fraction:.0%} of the samples", "the paper")]
-    return Table(["hidden layer", *head], rows, used)
+    fractions = FRACTIONS[:3] if network == "shl" else FRACTIONS[:2]
+    for variant, title in PAIR.items():
+        for way, of_variants in (TABLE_10 if network == "shl" else TABLE_11).items():
+            cells = []
+            for number, fraction in enumerate(fractions):
+                found = of_way(image_runs(variant, fraction, network), way)
+                used += found
+                cells += [by_seed(found, accuracy), f"{of_variants[IMAGES.index(variant)][number]:.2f}"]
+            rows.append([title, named(way), *cells])
+    head = [cell for fraction in fractions for cell in (f"{fraction:.0%} of the samples", "the paper")]
+    return Table(["data", "hidden layer", *head], rows, used)
 
 
 def table_12() -> Table:
@@ -359,35 +346,19 @@ def accuracies() -> list[Accuracy]:
 TABLES: dict[str, Callable[[], Table]] = {
     "shf_table_2": shf_table_2,
     "rls_figure_3": figure_3,
-    "rls_figures_4_and_5": partial(figures_4_and_5, "mnist"),
-    "rls_figures_4_and_5_cifar": partial(figures_4_and_5, "cifar"),
-    "rls_figures_4_and_5_imdb": partial(figures_4_and_5, "imdb"),
+    "rls_figures_4_and_5": figures_4_and_5,
     "ldr_table_1": partial(tables_1_and_7, "shl"),
-    "ldr_table_1_rates": partial(best_rates, {"noise": "noise", "background_rotation": "background and rotation"}),
-    "ldr_table_2": partial(
-        table_2,
-        "tinyshakespeare",
-        {
-            "Adam, embedding trained": "1_epochs_count_20_normal_adam_0.01",
-            "Adam, embedding frozen": "1_epochs_count_20_frozen_adam_0.01",
-            "SGD, trained": "2_epochs_count_20",
-            "SGD, frozen": "2_epochs_count_20_frozen",
-        },
-    ),
-    "ldr_table_2_budgets": partial(table_2, "tinyshakespeare", {"test perplexity": "4_epochs"}),
-    "ldr_table_2_reviews": partial(table_2, "reviews", {"test perplexity": "1_epochs_normal_adam_0.01"}),
+    "ldr_table_1_rates": partial(best_rates, {variant: VARIANTS[variant] for variant in PAIR}),
+    "ldr_table_2": table_2,
     "ldr_table_3": table_3,
     "ldr_table_7": partial(tables_1_and_7, "lenet"),
     "ldr_table_8": partial(tables_8_and_9, "shl"),
-    "ldr_table_8_background_rotation": partial(tables_8_and_9, "shl", "background_rotation"),
     "ldr_table_9": partial(tables_8_and_9, "lenet"),
-    "ldr_table_9_background_rotation": partial(tables_8_and_9, "lenet", "background_rotation"),
     "ldr_table_10": partial(tables_10_and_11, "shl"),
-    "ldr_table_10_background_rotation": partial(tables_10_and_11, "shl", "background_rotation"),
     "ldr_table_11": partial(tables_10_and_11, "lenet"),
-    "ldr_table_11_background_rotation": partial(tables_10_and_11, "lenet", "background_rotation"),
     "ldr_table_12": table_12,
     "ldr_table_13": partial(best_rates, {"rectangles": "rectangles"}),
+    "machines": machines,
 }
 
 
@@ -409,8 +380,7 @@ def main() -> None:
     if table := parser.parse_args().commands:
         print("\n".join(commands_of(TABLES[table]().runs)))
         return
-    for page in PAGES:
-        page.write_text(filled(page.read_text()))
+    PAGE.write_text(filled(PAGE.read_text()))
 
 
 if __name__ == "__main__":

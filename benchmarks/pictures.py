@@ -20,7 +20,6 @@ import compress
 import growing_batch_size
 import harness
 import papers
-import rls
 import streaming
 import structured_layers
 import structured_tasks
@@ -144,35 +143,38 @@ def growing_batches() -> Figure:
     """Final losses of the six tasks against steps: medians, and lines from the lowest to the highest seed."""
     figure = Figure(figsize=(style.WIDTH, 8.5), layout="constrained")
     panels = figure.subplots(3, 2).flatten()
-    for number, (task, axes) in enumerate(zip(GROWING, panels, strict=True)):
-        for way, losses, steps, *_ in rows_of("results/growing_batch_size.md", "batch | validation loss", number)[1:]:
-            if way in growing_batch_size.LABELS or way in style.COLORS:
-                loss, *ends = numbers(losses)
-                extent = [[loss - min(ends)], [max(ends) - loss]] if ends else None
-                label = growing_batch_size.LABELS.get(way, growing_batch_size.LABELS.get(f"`{way}`", way))
-                marker = "D" if f"`{way}`" in growing_batch_size.GROWING else "o"
-                look = {"color": style.color_of(way), "marker": marker, "linestyle": "", "label": label}
-                axes.errorbar(numbers(steps)[0], loss, yerr=extent, capsize=3, **look)
+    rows = rows_of("results/growing_batch_size.md", "task | batch | validation loss")[1:]
+    for task, axes in zip(GROWING, panels, strict=True):
+        for way, losses, steps, *_ in [row[1:] for row in rows if row[0] == task]:
+            loss, *ends = numbers(losses)
+            extent = [[loss - min(ends)], [max(ends) - loss]] if ends else None
+            label = growing_batch_size.LABELS.get(way, growing_batch_size.LABELS.get(f"`{way}`", way))
+            marker = "D" if f"`{way}`" in growing_batch_size.GROWING else "o"
+            look = {"color": style.color_of(way), "marker": marker, "linestyle": "", "label": label}
+            axes.errorbar(numbers(steps)[0], loss, yerr=extent, capsize=3, **look)
         axes.set(title=growing_batch_size.TITLES[task], xlabel="steps", ylabel="validation loss", xlim=(0, None))
         axes.grid()
-    style.legend_below(figure, panels[0], "after the same CPU seconds; medians, lowest to highest of the seeds", 2)
+    pairs = [pair for axes in panels for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+    handles = {label: handle for handle, label in pairs}
+    title = "after the same CPU seconds; medians, lowest to highest of the seeds"
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=2, title=title)
     return figure
 
 
 @style.readable
 def rls_on_cifar() -> Figure:
-    """Test accuracies after the first and the last epoch, and training losses of the last; a mark for each seed."""
-    _, *rows = rows_of("results/rls.md", "CIFAR-10 | test % after epoch 1")
+    """Test accuracies of the first epoch and of the best, and training losses of the last; a mark for each seed."""
+    rows = [row[1:] for row in rows_of("results/rls.md", "task | way | test % after epoch 1") if row[0] == "CIFAR-10"]
     figure = Figure(figsize=(style.WIDTH, 3.6), layout="constrained")
     accuracies, losses = figure.subplots(1, 2, sharey=True)
     for place, row in enumerate(rows):
         look = {"color": style.color_of(row[0]), "linestyle": "", "markersize": 8}
-        for axes, column, fill in ((accuracies, 1, "none"), (accuracies, 3, "full"), (losses, 5, "full")):
+        for axes, column, fill in ((accuracies, 1, "none"), (accuracies, 2, "full"), (losses, 3, "full")):
             values = numbers(row[column])
             axes.plot(values, [place] * len(values), marker="o", fillstyle=fill, **look)
     accuracies.set_yticks(range(len(rows)), [row[0] for row in rows])
     accuracies.invert_yaxis()
-    accuracies.set(title="open: after one epoch, full: after ten", xlabel="test accuracy, %")
+    accuracies.set(title="open: after one epoch, full: the best of ten", xlabel="test accuracy, %")
     losses.set(title="mean of the tenth epoch", xlabel="training loss", xscale="log")
     style.plain_ticks(losses.xaxis)
     for axes in (accuracies, losses):
@@ -194,13 +196,17 @@ def speed() -> Figure:
 def compressed() -> Figure:
     """Accuracy of compressed networks against bytes."""
     runs: list[harness.Run] = []
-    for network in compress.TASKS:
-        for row in rows_of("layers/compressing.md", f"{network} |")[1:]:
-            way, _, budget = row[0].partition(", ")
-            sizes = {"parameters": numbers(row[1])[0] / 4, "bytes_in_8_bits": numbers(row[4])[0]}
-            found = {"network": network, "way": way, "budget": float(budget or 1), "before": numbers(row[2])[0]}
-            found["before_8"] = numbers(row[5])[0]
-            runs += [{**found, **sizes, "after": after} for after in numbers(row[3])]
+    network = ""
+    for name, row, size, before, after, size_8, after_8 in rows_of("layers/compressing.md", "| | bytes | per cent")[1:]:
+        network = name or network
+        way, _, budget = row.partition(", ")
+        run = {"network": network, "way": way, "budget": float(budget or 1), "before": numbers(before)[0]}
+        run |= {
+            "parameters": numbers(size)[0] / 4,
+            "bytes_in_8_bits": numbers(size_8)[0],
+            "after_8": numbers(after_8)[0],
+        }
+        runs += [{**run, "after": each} for each in numbers(after)]
     return compress.draw(runs, list(compress.TASKS))
 
 
@@ -229,7 +235,7 @@ def ranks() -> Figure:
 def of_autoencoder(data: str, draw: Callable[..., Figure], title: str) -> Figure:
     by_name = {run["name"]: [run] for run in harness.load_runs(DATA / f"autoencoders/{data}")}
     figure = draw(by_name["shf"] if draw is autoencoders.draw_sizes else by_name)
-    figure.axes[0].set_title(title)
+    figure.axes[0].set_title(f"Autoencoder of {title}")
     return figure
 
 
@@ -247,17 +253,13 @@ GROWING = tuple(task for task in growing_batch_size.TASKS if task not in growing
 PICTURES: dict[str, Callable[[], Figure]] = {
     "compress": compressed,
     "growing_batch_size": growing_batches,
-    "growing_batch_size_longer": partial(growing, "growing_batch_size/times_4", GROWING),
     "growing_batch_size_cifar_all": partial(growing, "growing_batch_size/times_8", ("cifar_all",)),
     "least_squares": least_squares_errors,
     "papers_ldr": lambda: draw_accuracies(papers.accuracies()),
     "rls_cifar": rls_on_cifar,
-    **{f"papers_rls_sweep_{t}": partial(rls.draw, papers.sweep_runs(t), papers.SWEEP) for t in papers.SWEPT},
-    **{
-        f"papers_shf_{data}{end}": partial(of_autoencoder, data, draw, f"Autoencoder of {title}")
-        for data, title in (("curves", "CURVES"), ("mnist", "MNIST digits"))
-        for end, draw in (("", autoencoders.draw_errors), ("_sizes", autoencoders.draw_sizes))
-    },
+    "papers_shf_curves": partial(of_autoencoder, "curves", autoencoders.draw_errors, "CURVES"),
+    "papers_shf_curves_sizes": partial(of_autoencoder, "curves", autoencoders.draw_sizes, "CURVES"),
+    "papers_shf_mnist": partial(of_autoencoder, "mnist", autoencoders.draw_errors, "MNIST digits"),
     "shf_usps": partial(autoencoder_errors, "| 15 s | 30 s | 60 s | 90 s", "Autoencoder of USPS digits", USPS),
     "shf_mnist": partial(autoencoder_errors, "| 30 s | 60 s", "Autoencoder of MNIST digits", MNIST),
     "streaming": streams,

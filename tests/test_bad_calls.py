@@ -34,8 +34,6 @@ box = data.Box([0.0, 0.0], [1.0, 1.0])
 # A right call of each, by the arguments without defaults; those with defaults are added from the signature.
 CALLS: dict[Callable, dict[str, object]] = {
     F.CrossEntropy: {},
-    F.DenseOperator: {"matrix": matrix},
-    F.DiagonalOperator: {"d": vector},
     F.FactoredLeastSquares: {"jacobian": matrix},
     F.GradientNormRecorder: {"module": linear},
     F.GramLeastSquares: {"jacobian": matrix},
@@ -49,7 +47,6 @@ CALLS: dict[Callable, dict[str, object]] = {
     },
     F.armijo: {"function": float, "value": 1.0, "slope": -1.0},
     F.cauchy_like_matmul: {"s": vector, "t": -vector, "x": vector, **generators},
-    F.choose_subdiagonal_method: {"rank": 1, **subdiagonals},
     F.circulant_matmul: {"column": vector, "x": vector},
     F.conjugate_gradient: {"matvec": torch.clone, "b": vector},
     F.displacement_rank: {"M": matrix, "a": operator, "b": operator},
@@ -71,7 +68,6 @@ CALLS: dict[Callable, dict[str, object]] = {
     },
     F.partial_derivatives: {"function": torch.sum, "points": points},
     F.per_sample_gradient_norms: {"module": linear},
-    F.prepare_subdiagonal: {**subdiagonals, **generators},
     F.required_batch_size: {
         "variance": 1.0, "mean_gradient_squared_norm": 1.0, "dataset_size": None, "theta": 1.0
     },
@@ -191,13 +187,12 @@ WRONG_NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 OF_DTYPE, OF_SHAPE = ("complex numbers", "whole numbers"), ("more dimensions", "no entries")
 REFUSED = {
-    **dict.fromkeys([F.laplacian, F.partial_derivatives, F.prepare_subdiagonal], OF_DTYPE + OF_SHAPE),
+    **dict.fromkeys([F.laplacian, F.partial_derivatives], OF_DTYPE + OF_SHAPE),
     **dict.fromkeys([F.subdiagonal_matmul, F.toeplitz_like_matmul, F.hankel_like_matmul], OF_DTYPE + OF_SHAPE),
     **dict.fromkeys([F.FactoredLeastSquares, F.GramLeastSquares, F.ProjectedLeastSquares], (*OF_DTYPE, OF_SHAPE[0])),
-    **dict.fromkeys([F.choose_subdiagonal_method], (*OF_DTYPE, OF_SHAPE[0])),
     **dict.fromkeys([F.conjugate_gradient, F.lsmr, F.fisher_scaling, F.jacobi_scaling], OF_DTYPE),
     **dict.fromkeys([F.gradient_variance, F.norm_test_batch_size], OF_DTYPE),
-    **dict.fromkeys([F.TridiagonalOperator, F.DenseOperator, F.DiagonalOperator], ("whole numbers", *OF_SHAPE)),
+    **dict.fromkeys([F.TridiagonalOperator], ("whole numbers", *OF_SHAPE)),
     **dict.fromkeys([F.krylov_matrix, F.sylvester_displacement, F.tridiagonal_matmul, F.ldr_matmul], OF_SHAPE),
 }
 

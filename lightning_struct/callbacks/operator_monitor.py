@@ -38,7 +38,7 @@ class OperatorMonitor(pictures.PictureWriter):
     - ``operators/hidden/a_log_range``, ``b_log_range`` (LDR-SD): max - min of log|P| less its trend, P the cumulative
       products of the subdiagonal. The method follows from the larger of both; see ``LDRSubdiagonal``;
     - ``operators/hidden/method`` (LDR-SD): ``method_in_use`` as a number, 0 ``"scaled"``, 1 ``"scaled_float64"``,
-      2 ``"dense"``, 3 ``"tree"``, 4 ``"krylov"``.
+      2 ``"tree"``.
 
     When ``fit`` ends, or is interrupted by Ctrl-C or SIGTERM, ``operators_hidden.png`` is written to the log directory
     for every structured layer of at most 4096 x 4096 entries (by the first process, and not under ``fast_dev_run``).

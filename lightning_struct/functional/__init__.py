@@ -32,7 +32,6 @@ from lightning_struct.functional.solvers.factored_least_squares import (
 from lightning_struct.functional.solvers.least_squares import LeastSquaresResult, RightPreconditioner, lsmr
 from lightning_struct.functional.solvers.line_search import LineSearchResult, armijo
 from lightning_struct.functional.solvers.projected_least_squares import ProjectedLeastSquares
-from lightning_struct.functional.structured.cost_model import choose_tridiagonal_method
 from lightning_struct.functional.structured.displacement import (
     displacement_rank,
     krylov_matrix,
@@ -41,21 +40,12 @@ from lightning_struct.functional.structured.displacement import (
     sylvester_displacement,
 )
 from lightning_struct.functional.structured.operators import (
-    DenseOperator,
-    DiagonalOperator,
     DisplacementOperator,
     ShiftOperator,
     SubdiagonalOperator,
-    TransposedOperator,
     TridiagonalOperator,
 )
-from lightning_struct.functional.structured.prepared import PreparedMatrix
-from lightning_struct.functional.structured.subdiagonal import (
-    choose_subdiagonal_method,
-    prepare_subdiagonal,
-    subdiagonal_matmul,
-    subdiagonal_to_dense,
-)
+from lightning_struct.functional.structured.subdiagonal import subdiagonal_matmul, subdiagonal_to_dense
 from lightning_struct.functional.structured.transforms import (
     cauchy_like_matmul,
     circulant_matmul,
@@ -67,18 +57,16 @@ from lightning_struct.functional.structured.transforms import (
 from lightning_struct.functional.structured.tridiagonal import tridiagonal_matmul, tridiagonal_to_dense
 
 __all__ = [
-    "BinaryCrossEntropy", "ConjugateGradientResult", "CrossEntropy", "CurveFit", "DenseJacobian",
-    "DenseOperator", "Derivatives", "DiagonalOperator", "DisplacementOperator", "FactoredLeastSquares",
-    "GaussNewtonLoss", "GradientNormRecorder", "GramLeastSquares", "Jacobian", "LayerCall", "LeastSquares",
-    "LeastSquaresResult", "LineSearchResult", "Linearization", "Matrix", "ParameterNorms", "PreparedMatrix",
-    "ProjectedLeastSquares", "RightPreconditioner", "ScaledDamping", "ShiftOperator", "SquaredError",
-    "SubdiagonalOperator", "TransposedOperator", "TridiagonalOperator", "armijo", "cauchy_like_matmul",
-    "choose_subdiagonal_method", "choose_tridiagonal_method", "circulant_matmul", "conjugate_gradient", "curve_fit",
-    "displacement_rank", "empirical_fisher_diagonal", "fisher_scaling",
+    "BinaryCrossEntropy", "ConjugateGradientResult", "CrossEntropy", "CurveFit", "DenseJacobian", "Derivatives",
+    "DisplacementOperator", "FactoredLeastSquares", "GaussNewtonLoss", "GradientNormRecorder", "GramLeastSquares",
+    "Jacobian", "LayerCall", "LeastSquares", "LeastSquaresResult", "LineSearchResult", "Linearization", "Matrix",
+    "ParameterNorms", "ProjectedLeastSquares", "RightPreconditioner", "ScaledDamping", "ShiftOperator",
+    "SquaredError", "SubdiagonalOperator", "TridiagonalOperator", "armijo", "cauchy_like_matmul", "circulant_matmul",
+    "conjugate_gradient", "curve_fit", "displacement_rank", "empirical_fisher_diagonal", "fisher_scaling",
     "gradient_variance", "hadamard_transform", "hankel_like_matmul", "jacobi_scaling", "krylov_matrix", "laplacian",
     "ldr_matmul", "ldr_to_dense", "levenberg_marquardt", "linearize", "lsmr", "next_batch_rule",
-    "norm_test_batch_size", "partial_derivatives", "per_sample_gradient_norms", "prepare_subdiagonal",
-    "randomized_gauss_newton_diagonal", "reduction_ratio_rule", "register_layer", "required_batch_size",
-    "subdiagonal_matmul", "subdiagonal_to_dense", "sylvester_displacement", "toeplitz_like_matmul",
-    "tridiagonal_matmul", "tridiagonal_to_dense", "unregister_layer", "vandermonde_like_matmul",
+    "norm_test_batch_size", "partial_derivatives", "per_sample_gradient_norms", "randomized_gauss_newton_diagonal",
+    "reduction_ratio_rule", "register_layer", "required_batch_size", "subdiagonal_matmul", "subdiagonal_to_dense",
+    "sylvester_displacement", "toeplitz_like_matmul", "tridiagonal_matmul", "tridiagonal_to_dense",
+    "unregister_layer", "vandermonde_like_matmul",
 ]  # fmt: skip

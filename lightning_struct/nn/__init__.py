@@ -17,7 +17,6 @@ from lightning_struct.nn.channels import ChannelLinear, PatchLinear
 from lightning_struct.nn.classic import CauchyLike, HankelLike, LowRank, ToeplitzLike, VandermondeLike
 from lightning_struct.nn.compress import compress
 from lightning_struct.nn.convolutions import BlockStructured, replace_conv
-from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.hadamard import Fastfood, RandomizedHadamard
 from lightning_struct.nn.layer_structure import apply_structure, freeze, layer_structure
 from lightning_struct.nn.ldr import LDRSubdiagonal, LDRTridiagonal
@@ -30,14 +29,13 @@ from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.updates import AdaptedLinear
 
 __all__ = [
-    "AdaptedLinear", "BlockStructured", "CauchyLike", "ChannelLinear", "Circulant", "Fastfood",
-    "FrozenLinear", "HankelLike", "LDRSubdiagonal", "LDRTridiagonal", "LowRank", "Monarch", "PatchLinear",
-    "PrunedLinear", "RandomizedHadamard", "RecursiveLinear", "StructuredAttention", "StructuredLSTM",
-    "StructuredLinear", "ToeplitzLike", "VandermondeLike", "adapter_parameter_groups", "adapter_state_dict",
-    "add_adapters", "apply_structure", "compress", "disable_adapters", "freeze", "jacobian_norms",
-    "layer_structure", "load_adapter_state_dict", "load_adapters", "merge_adapters", "merged_adapters",
-    "reduced_hidden_units", "replace_conv", "replace_linear", "replacement_report", "save_adapters", "set_adapter",
-    "sparse_normal_",
+    "AdaptedLinear", "BlockStructured", "CauchyLike", "ChannelLinear", "Circulant", "Fastfood", "HankelLike",
+    "LDRSubdiagonal", "LDRTridiagonal", "LowRank", "Monarch", "PatchLinear", "PrunedLinear", "RandomizedHadamard",
+    "RecursiveLinear", "StructuredAttention", "StructuredLSTM", "StructuredLinear", "ToeplitzLike", "VandermondeLike",
+    "adapter_parameter_groups", "adapter_state_dict", "add_adapters", "apply_structure", "compress",
+    "disable_adapters", "freeze", "jacobian_norms", "layer_structure", "load_adapter_state_dict", "load_adapters",
+    "merge_adapters", "merged_adapters", "reduced_hidden_units", "replace_conv", "replace_linear",
+    "replacement_report", "save_adapters", "set_adapter", "sparse_normal_",
 ]  # fmt: skip
 
 STRUCTURED_CLASSES: dict[str, type[StructuredLinear]] = {

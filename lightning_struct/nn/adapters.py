@@ -14,7 +14,6 @@ from lightning_struct.functional.checks import NotFinite, checked, warn
 from lightning_struct.functional.layers.registry import hidden_layers, kind_of, plain_name
 from lightning_struct.nn.attention import PROJECTIONS
 from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, is_pointwise, linear_of
-from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
 from lightning_struct.nn.replace import LayerFactory, check_has_shape, check_makes_layers, is_from_linear, set_modules
 from lightning_struct.nn.report import note_left, reasons_as_text
@@ -558,7 +557,7 @@ def _places(
                 if part not in adapted and selection.has(f"{name}.{part}" if name else part, linear, layer):
                     parts.append(part)
             reason = "it has an adapter" if adapted else selection.why_not(name, layer)
-        elif isinstance(layer, StructuredLinear | FrozenLinear):
+        elif isinstance(layer, StructuredLinear):
             reason = "it is structured"
         elif has_linear_weight(layer) or is_pointwise(layer):
             reason = selection.why_not(name, layer) or left_alone.get(layer)

@@ -10,7 +10,6 @@ rows below it. Two things help.
   of A (:class:`BalancedCoordinates`).
 """
 
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.hub import tqdm
 
 from lightning_struct.functional.structured.operators import DisplacementOperator, SubdiagonalOperator
+from lightning_struct.functional.structured.scaled_toeplitz import detrended_path
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense
 from lightning_struct.functional.structured.tridiagonal import tridiagonal_to_dense
 
@@ -290,7 +290,7 @@ class _Side:
 
 def _entries(operator: Any) -> list[Tensor]:
     """The fields of an operator, detached: subdiagonal, (diagonal, superdiagonal,) and corners."""
-    return [getattr(operator, field.name).detach() for field in dataclasses.fields(operator)]
+    return [entry.detach() for entry in vars(operator).values() if isinstance(entry, Tensor)]
 
 
 def _corners_of_scale(d: Tensor, corners: Tensor) -> Tensor:
@@ -304,8 +304,5 @@ def log_range(subdiagonal: Tensor) -> Tensor:
 
     It is infinite if an entry is zero.
     """
-    logarithms = subdiagonal.double().abs().log()
-    if not len(logarithms):
-        return logarithms.new_zeros(())
-    path = F.pad((logarithms - logarithms.mean()).cumsum(0), (1, 0))
-    return torch.where((subdiagonal == 0).any(), torch.inf, path.max() - path.min())
+    path, _ = detrended_path(subdiagonal.double())
+    return (path.max() - path.min()).nan_to_num(torch.inf)

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from lightning_struct.functional.checks import checked
 from lightning_struct.functional.structured.arguments import computing_dtype
 from lightning_struct.functional.structured.cost_model import (
-    LARGEST_PREPARED_MATRIX,
     making_is_faster,
-    prepared_circulant_is_faster,
+    prepared_matrix_is_faster,
+    transform_length,
 )
-from lightning_struct.functional.structured.fourier import as_pair, multiplied, real_irfft, real_rfft
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix
 from lightning_struct.functional.structured.transforms import circulant_matmul, circulant_product
 from lightning_struct.nn.structured import Device, Dtype, StructuredLinear, positive_size
@@ -33,18 +32,8 @@ class CirculantSpectrum:
     spectrum: Tensor
     size: int
 
-    keeps_precision: ClassVar[bool] = True
-
-    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return prepared_circulant_is_faster(m, n, rows)
-
     def matmul(self, x: Tensor) -> Tensor:
-        computed = x.to(computing_dtype(x))
-        if torch.onnx.is_in_onnx_export():
-            y = real_irfft(multiplied(real_rfft(computed), as_pair(self.spectrum)), self.size)
-        else:
-            y = circulant_product(self.spectrum, computed, self.size)
-        return y.to(x.dtype)
+        return circulant_product(self.spectrum, x.to(computing_dtype(x)), self.size).to(x.dtype)
 
 
 class Circulant(StructuredLinear):
@@ -92,6 +81,11 @@ class Circulant(StructuredLinear):
         square = CirculantSpectrum(torch.fft.rfft(self.column.to(computing_dtype(self.column))), size)
         return LeadingSubmatrix(square, size - self.in_features, self.out_features)
 
+    def _prepares_dense(self, rows: int) -> bool:
+        size = self.column.numel()
+        least = 250 if transform_length(size) == size else 900  # other lengths take up to 20 times as long
+        return prepared_matrix_is_faster(self.out_features, self.in_features, 2, rows, least)
+
     def _start_near(self, weight: Tensor) -> None:
         sums = torch.zeros_like(self.column).index_add(0, self._diagonals().flatten(), weight.flatten())
         self.column.copy_(sums / min(weight.shape))
@@ -102,34 +96,6 @@ class Circulant(StructuredLinear):
             torch.arange(size, device=self.column.device) for size in (self.out_features, self.in_features)
         )
         return (rows[:, None] - columns) % self.column.numel()
-
-
-@dataclass(frozen=True)
-class SparseEntries:
-    """A matrix by its entries that are not zero: a ``PreparedMatrix``.
-
-    Args:
-        values: (k,).
-        places: (k,) int64, in the flattened matrix.
-        rows: m.
-        columns: n.
-    """
-
-    values: Tensor
-    places: Tensor
-    rows: int
-    columns: int
-
-    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return m * n <= LARGEST_PREPARED_MATRIX
-
-    def matmul(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.to_dense())
-
-    def to_dense(self) -> Tensor:
-        """(m, n)."""
-        flat = self.values.new_zeros(self.rows * self.columns).index_put((self.places,), self.values)
-        return flat.view(self.rows, self.columns)
 
 
 class PrunedLinear(StructuredLinear):
@@ -188,16 +154,14 @@ class PrunedLinear(StructuredLinear):
         nn.init.normal_(self.values, std=math.sqrt(self.out_features / kept))
 
     def _dense(self) -> Tensor:
-        return self._prepare_factors().to_dense()
+        flat = self.values.new_zeros(self.out_features * self.in_features).index_put((self.places,), self.values)
+        return flat.view(self.out_features, self.in_features)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._dense())
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, parameters={self.values.numel()}"
-
-    def _prepare_factors(self) -> SparseEntries:
-        return SparseEntries(self.values, self.places, self.out_features, self.in_features)
-
-    def _prepares_dense(self, rows: int) -> bool:
-        return True
 
     def _start_near(self, weight: Tensor) -> None:
         flat = weight.flatten()

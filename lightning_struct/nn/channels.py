@@ -1,6 +1,6 @@
 """Linear layers between the channels of images, of each pixel or of patches: convolutions."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from lightning_struct.functional.checks import checked
 from lightning_struct.functional.layers.registry import as_linear, is_affine, linear_with, padding
 from lightning_struct.nn.classic import LowRank
-from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.torch_modules import is_traced, whole_call
 
 Sizes = tuple[int, ...]
@@ -111,16 +110,11 @@ class PatchLinear(_FilterLinear):
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel_size) - 1]
         linear = self.linear
         if isinstance(linear, LowRank) and linear.pad is None:
-            factors: Iterable[Tensor] = linear.G, linear.H
-        elif isinstance(linear, FrozenLinear) and linear.class_name == "LowRank" and hasattr(linear, "matrix_G"):
-            factors = (linear.get_buffer(f"matrix_{name}") for name in "GH")
-        else:
-            with torch.autocast(input.device.type, enabled=False):  # products need the dtype of their parameters
-                filters = self.weight
-            return convolve(input, filters, self.bias, self.stride, self.padding, self.dilation)
-        G, H = factors
-        between = convolve(input, self._filters(H.T), None, self.stride, self.padding, self.dilation)
-        return convolve(between, G.view(*G.shape, *[1] * len(self.kernel_size)), self.bias)
+            between = convolve(input, self._filters(linear.H.T), None, self.stride, self.padding, self.dilation)
+            return convolve(between, linear.G.view(*linear.G.shape, *[1] * len(self.kernel_size)), self.bias)
+        with torch.autocast(input.device.type, enabled=False):  # products need the dtype of their parameters
+            filters = self.weight
+        return convolve(input, filters, self.bias, self.stride, self.padding, self.dilation)
 
     def extra_repr(self) -> str:
         names = ("kernel_size", "stride", "padding", "dilation")

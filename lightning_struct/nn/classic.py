@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -14,10 +13,9 @@ from lightning_struct.functional.checks import checked
 from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.functional.structured.cost_model import (
     LARGEST_MATRIX,
-    LARGEST_PREPARED_MATRIX,
     krylov_product_is_faster,
     made_matrix_is_faster,
-    prepared_low_rank_matrix_is_faster,
+    prepared_matrix_is_faster,
 )
 from lightning_struct.functional.structured.operators import SubdiagonalOperator
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix, ReversedColumns
@@ -176,9 +174,6 @@ class LowRankFactors:
     G: Tensor
     H: Tensor
 
-    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return prepared_low_rank_matrix_is_faster(m, n, rows)
-
     def matmul(self, x: Tensor) -> Tensor:
         return F.linear(F.linear(x, self.H.T), self.G)
 
@@ -215,6 +210,9 @@ class LowRank(GeneratorLinear):
 
     def _prepare_factors(self) -> PreparedMatrix:
         return LowRankFactors(self.G[: self.out_features], self.H[: self.in_features])
+
+    def _prepares_dense(self, rows: int) -> bool:
+        return self.rank * (self.out_features + self.in_features) >= self.out_features * self.in_features
 
     def _start_near(self, weight: Tensor) -> None:
         self._set_generators(self._squared(weight))
@@ -260,6 +258,9 @@ class ToeplitzLike(GeneratorLinear):
 
     def _prepare_factors(self) -> PreparedMatrix:
         return self._part(self._prepare_square())
+
+    def _prepares_dense(self, rows: int) -> bool:
+        return prepared_matrix_is_faster(self.out_features, self.in_features, 2 + 2 * self.rank, rows)
 
     def _prepare_square(self) -> ScaledToeplitzSpectra | ReversedColumns:
         return prepare_toeplitz_like(self.G, self.H)
@@ -310,61 +311,11 @@ class HankelLike(ToeplitzLike):
         self.H.copy_(self.H.flip(0))
 
 
-class _NodesInFullPrecision:
-    """Base of the prepared matrices with nodes."""
-
-    keeps_precision: ClassVar[bool] = True
-
-    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return m * n <= LARGEST_PREPARED_MATRIX
-
-
-@dataclass(frozen=True)
-class VandermondeFactors(_NodesInFullPrecision):
-    """A Vandermonde-like matrix by its nodes and generators: a ``PreparedMatrix``.
-
-    Args:
-        nodes: (rows,).
-        G: (rows, r).
-        H: (columns, r).
-    """
-
-    nodes: Tensor
-    G: Tensor
-    H: Tensor
-
-    def matmul(self, x: Tensor) -> Tensor:
-        return vandermonde_like_matmul(self.nodes, self.G, self.H, x).to(x.dtype)
-
-
-@dataclass(frozen=True)
-class CauchyFactors(_NodesInFullPrecision):
-    """A Cauchy-like matrix by its nodes and generators: a ``PreparedMatrix``.
-
-    Args:
-        row_nodes: (rows,).
-        column_nodes: (columns,).
-        G: (rows, r).
-        H: (columns, r).
-    """
-
-    row_nodes: Tensor
-    column_nodes: Tensor
-    G: Tensor
-    H: Tensor
-
-    def matmul(self, x: Tensor) -> Tensor:
-        y = cauchy_like_matmul(self.row_nodes, self.column_nodes, self.G, self.H, x, check_nodes=False)
-        return y.to(x.dtype)
-
-
 class _FixedNodesLinear(GeneratorLinear):
     """A layer with diagonal operators. Nodes are buffers, float32 at least: half precision would merge them."""
 
     node_names: ClassVar[tuple[str, ...]]
     """The buffers: those of the rows, then those of the columns if these have any."""
-    factors: ClassVar[Callable[..., PreparedMatrix]]
-    """The prepared matrix of the nodes, G and H."""
 
     def _add_operators(self, device: Device, dtype: Dtype) -> None:
         at_least_single = torch.promote_types(self.G.dtype, torch.float32)
@@ -382,15 +333,6 @@ class _FixedNodesLinear(GeneratorLinear):
 
     def _nodes(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.node_names}
-
-    def _square_multiply(self, x: Tensor) -> Tensor:
-        return type(self).factors(*self._nodes().values(), *self._generators()).matmul(x)
-
-    def _prepare_factors(self) -> PreparedMatrix:
-        return self._part(type(self).factors(*self._nodes().values(), self.G, self.H))
-
-    def _prepares_dense(self, rows: int) -> bool:
-        return True
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         nodes = self._nodes()
@@ -422,7 +364,6 @@ class VandermondeLike(_FixedNodesLinear):
     """
 
     node_names = ("nodes",)
-    factors = VandermondeFactors
 
     nodes: Tensor
 
@@ -440,6 +381,9 @@ class VandermondeLike(_FixedNodesLinear):
         squares = self._even_nodes()[: self.out_features, None].double().square()
         powers = squares ** torch.arange(self.in_features, device="cpu")
         return float(powers.cumsum(1).sum())
+
+    def _square_multiply(self, x: Tensor) -> Tensor:
+        return vandermonde_like_matmul(self.nodes, *self._generators(), x).to(x.dtype)
 
     def _square_to_dense(self) -> Tensor:
         return vandermonde_like_to_dense(self.nodes, *self._generators()).to(self.H.dtype)
@@ -481,7 +425,6 @@ class CauchyLike(_FixedNodesLinear):
     """
 
     node_names = ("row_nodes", "column_nodes")
-    factors = CauchyFactors
 
     row_nodes: Tensor
     column_nodes: Tensor
@@ -506,6 +449,10 @@ class CauchyLike(_FixedNodesLinear):
         row_nodes, column_nodes = self._drawn_nodes()  # not the buffers: on the meta device they have no values
         differences = row_nodes[: self.out_features, None].double() - column_nodes[: self.in_features]
         return float((1 / differences.square()).sum())
+
+    def _square_multiply(self, x: Tensor) -> Tensor:
+        y = cauchy_like_matmul(self.row_nodes, self.column_nodes, *self._generators(), x, check_nodes=False)
+        return y.to(x.dtype)
 
     def _start_near(self, weight: Tensor) -> None:
         self._set_generators((self.row_nodes[:, None] - self.column_nodes) * self._squared(weight))

@@ -13,43 +13,13 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.checks import checked
 from lightning_struct.functional.structured.arguments import computing_dtype, require_one_of
-from lightning_struct.functional.structured.cost_model import making_is_faster, prepared_hadamard_matrix_is_faster
+from lightning_struct.functional.structured.cost_model import making_is_faster, prepared_matrix_is_faster
 from lightning_struct.functional.structured.transforms import hadamard_transform
 from lightning_struct.nn.classic import Init
 from lightning_struct.nn.structured import Device, Dtype, StructuredLinear, positive_size
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-@dataclass(frozen=True)
-class FastfoodFactors:
-    """M = S H G Π H B by its factors: a :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
-
-    Args:
-        S, G, B: (m,), (k,) and (n,), the diagonals.
-        order: (k,), the coordinates that Π picks.
-        length: N, the size of H.
-    """
-
-    S: Tensor
-    G: Tensor
-    B: Tensor
-    order: Tensor
-    length: int
-
-    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return prepared_hadamard_matrix_is_faster(m, n, 1, rows)
-
-    def to_dense(self) -> Tensor:
-        """(m, n), by its rows."""
-        return self._as_term().to_dense()
-
-    def matmul(self, x: Tensor) -> Tensor:
-        return self._as_term().matmul(x)
-
-    def _as_term(self) -> HadamardTerms:
-        return HadamardTerms(self.G[None], self.S[None], self.B[None], self.order[None], self.length)
 
 
 class _HadamardLinear(StructuredLinear):
@@ -68,7 +38,10 @@ class _HadamardLinear(StructuredLinear):
     def _makes_matrix(self, rows: int) -> bool:
         return making_is_faster(self.out_features, self.in_features, rows, break_even=512 * self.terms)
 
-    def _prepare_factors(self) -> FastfoodFactors | HadamardTerms:
+    def _prepares_dense(self, rows: int) -> bool:
+        return prepared_matrix_is_faster(self.out_features, self.in_features, 2 * self.terms, rows, least=1024)
+
+    def _prepare_factors(self) -> HadamardTerms:
         raise NotImplementedError
 
 
@@ -137,8 +110,8 @@ class Fastfood(_HadamardLinear):
             # The variance falls by n/N in the first transform, by ‖G‖²/N in the second, and rises by n/‖G‖² in S.
             self.S.mul_(self.length / n)
 
-    def _prepare_factors(self) -> FastfoodFactors:
-        return FastfoodFactors(self.S, self.G, self.B, self.order, self.length)
+    def _prepare_factors(self) -> HadamardTerms:
+        return HadamardTerms(self.G[None], self.S[None], self.B[None], self.order[None], self.length)
 
 
 @dataclass(frozen=True)
@@ -157,9 +130,6 @@ class HadamardTerms:
     input_signs: Tensor
     order: Tensor
     length: int
-
-    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return prepared_hadamard_matrix_is_faster(m, n, self.G.shape[0], rows)
 
     def to_dense(self) -> Tensor:
         """(m, n), by its rows."""
@@ -249,22 +219,22 @@ class RandomizedHadamard(_HadamardLinear):
         super()._apply(fn, recurse)
         self.order = fn(self.order)
         if had_no_values:
-            self._set_what_is_random()
+            self._set_random_parts()
         return self
 
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
         super()._load_from_state_dict(*args, **options)
         if self.order.is_meta:  # and the parameters need not be any more
-            self._set_what_is_random()
+            self._set_random_parts()
 
     def _draw_weights(self) -> None:
         """Draw G from a normal distribution that keeps the variance of the input."""
         # The variance rises by n/N in the first transform, and by k/N in the second.
         nn.init.normal_(self.G, std=self.length / math.sqrt(self.G.numel() * self.in_features))
-        self._set_what_is_random()
+        self._set_random_parts()
 
     @torch.no_grad()
-    def _set_what_is_random(self) -> None:
+    def _set_random_parts(self) -> None:
         """Set signs and orders, which are always the same, if the parameters have values."""
         if self.G.is_meta:
             return

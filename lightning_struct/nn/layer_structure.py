@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.checks import checked, warn
+from lightning_struct.functional.checks import checked
+from lightning_struct.functional.layers.registry import linear_with
 from lightning_struct.nn.attention import PROJECTIONS
 from lightning_struct.nn.channels import CONVOLUTIONS, ChannelLinear, PatchLinear, as_matrix, in_place_of
 from lightning_struct.nn.convolutions import BlockStructured, blocks_in_place_of
-from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.replace import LayerFactory, called_attention, put_in_place, replacement
 from lightning_struct.nn.selection import Model
 from lightning_struct.nn.structured import StructuredLinear
@@ -39,8 +39,7 @@ def layer_structure(model: nn.Module) -> Structure:
 
     A :class:`~lightning_struct.nn.BlockStructured` in place of a convolution is listed. Of modules of your own, such as
     a :class:`~lightning_struct.nn.StructuredLSTM`, the structured layers in them are, but they are not: the code that
-    makes the network has to make them. Layers that :func:`~lightning_struct.nn.freeze` has made are left out, with a
-    warning.
+    makes the network has to make them.
 
     Args:
         model: any.
@@ -62,11 +61,6 @@ def layer_structure(model: nn.Module) -> Structure:
         if layer not in parts and (entry := structure_entry(layer)) is not None:
             structure[name] = entry
             parts |= set(layer.modules()) - {layer}
-    if frozen := [name or "the model" for name, layer in model.named_modules() if isinstance(layer, FrozenLinear)]:
-        warn(
-            f"layer_structure leaves out {len(frozen)} frozen layers, such as {frozen[0]}: their arguments "
-            "are not known any more. Call it on the model from before freeze"
-        )
     return structure
 
 
@@ -201,39 +195,44 @@ def _derived(layer_class: type[StructuredLinear]) -> Iterator[type[StructuredLin
 
 @checked
 def freeze(model: Model, *, dense: bool = False) -> Model:
-    """A copy of the model whose structured layers have nothing left to train: for inference, for files, for export.
+    """A copy of the model for inference: its structured layers are in eval mode, and need no gradients.
 
-    Each becomes a :class:`~lightning_struct.nn.FrozenLinear`. ``torch.export.export`` takes the copy, and
-    ``torch.onnx.export`` with ``dynamo=True``. Other layers stay as they are, trainable and in their mode. Hooks of the
-    layers are copied with them, and tensors that the model has kept from a computation without their history.
+    So they prepare once for many calls what multiplies fastest: see :class:`StructuredLinear`. Other layers stay as
+    they are, trainable and in their mode. Hooks are copied, and tensors that the model has kept from a computation
+    without their history.
 
     Args:
         model: stays as it is.
-        dense: keep the matrices, which take as much memory as the dense model. Otherwise the copy keeps factors, or
-            spectra, which have up to 3.5 times as many numbers as the parameters.
+        dense: put an ``nn.Linear`` with the same matrix in place of each structured layer, for tools that do not know
+            these, such as ``torch.onnx.export``. Matrices take as much memory as the dense model.
 
     Raises:
-        ValueError: a parameter has NaN or infinite entries.
+        ValueError: a parameter has NaN or infinite entries, or a buffer was averaged.
 
     Example:
         >>> import torch
         >>> from torch import nn
         >>> from lightning_struct.nn import LDRSubdiagonal
         >>> model = nn.Sequential(LDRSubdiagonal(256, 256), nn.ReLU(), nn.Linear(256, 10))
-        >>> frozen = freeze(model)
-        >>> sum(buffer.numel() for buffer in frozen[0].buffers()), model[0].weight_parameters, 256 * 256
-        (2052, 1024, 65536)
-        >>> torch.allclose(frozen(torch.ones(256)), model(torch.ones(256)), atol=1e-4)
+        >>> freeze(model, dense=True)[0]
+        Linear(in_features=256, out_features=256, bias=True)
+        >>> torch.allclose(freeze(model)(torch.ones(256)), model(torch.ones(256)), atol=1e-4)
         True
     """
-    structured = [layer for layer in model.modules() if isinstance(layer, StructuredLinear)]
-    frozen = [layer.freeze(dense=dense).train(layer.training) for layer in structured]
-    # What is in the second argument counts as copied already.
-    copied: dict[int, Any] = {id(layer): new for layer, new in zip(structured, frozen, strict=True)}
+    copied: dict[int, Any] = {}  # by the ids, as the second argument of copy.deepcopy
     for module in model.modules():  # tensors of a computation, which torch does not copy with their history
         computed = [value for value in vars(module).values() if isinstance(value, Tensor) and not value.is_leaf]
         copied.update({id(tensor): tensor.detach().clone() for tensor in computed})
+    structured = [layer for layer in model.modules() if isinstance(layer, StructuredLinear)]
+    for layer in structured:
+        layer.check_values()
+        if dense:
+            with torch.inference_mode(False), torch.no_grad():
+                linear = linear_with(layer.weight.clone(), None if layer.bias is None else layer.bias.clone(), False)
+            copied[id(layer)] = linear
     result = copy.deepcopy(model, copied)
-    for layer, new in zip(structured, frozen, strict=True):
-        copy_hooks(new, layer, copied)
+    for layer in structured:
+        frozen = copied[id(layer)].eval().requires_grad_(False)
+        if dense:
+            copy_hooks(frozen, layer, copied)
     return result

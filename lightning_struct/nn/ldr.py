@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lightning_struct.functional.checks import checked
-from lightning_struct.functional.structured.arguments import has_values, require_one_of
-from lightning_struct.functional.structured.cost_model import (
-    choose_tridiagonal_method,
-    method_for_any_operators,
-    prepared_matrix_is_faster,
-)
+from lightning_struct.functional.structured.arguments import require_one_of
+from lightning_struct.functional.structured.cost_model import LARGEST_PREPARED_MATRIX, prepared_matrix_is_faster
 from lightning_struct.functional.structured.operators import (
     DisplacementOperator,
     SubdiagonalOperator,
     TridiagonalOperator,
 )
-from lightning_struct.functional.structured.prepared import (
-    DenseMatrix,
-    LeadingSubmatrix,
-    PreparedMatrix,
-    TransposedMatrix,
-)
-from lightning_struct.functional.structured.scaled_toeplitz import ScaledToeplitzSpectra
+from lightning_struct.functional.structured.prepared import PreparedMatrix
 from lightning_struct.functional.structured.subdiagonal import (
     SUBDIAGONAL_METHODS,
-    KrylovTrees,
-    choose_prepared_subdiagonal_method,
     choose_subdiagonal_method,
     prepare_subdiagonal,
-    subdiagonal_factors,
     subdiagonal_matmul,
-    subdiagonal_product,
     subdiagonal_to_dense,
 )
 from lightning_struct.functional.structured.tridiagonal import METHODS as TRIDIAGONAL_METHODS
 from lightning_struct.functional.structured.tridiagonal import (
-    TridiagonalFactors,
     tridiagonal_matmul,
+    tridiagonal_method,
     tridiagonal_to_dense,
 )
 from lightning_struct.nn.approximation import (
@@ -56,9 +41,6 @@ from lightning_struct.nn.approximation import (
 )
 from lightning_struct.nn.classic import GeneratorLinear, Init, Pad, sum_of_overlaps
 from lightning_struct.nn.structured import Device, Dtype
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _SWEEPS = 40  # of the least-squares fits from which the search for operators starts
 _LARGEST_SEARCHED = 1024**2  # entries of a matrix above which there are a quarter as many, from the better shifts alone
@@ -203,108 +185,19 @@ class LearnedOperatorLinear(GeneratorLinear):
         coordinates.write_back()
 
 
-# Products between two choices; and after how many a choice is made anew although the parameters seem not to have
-# changed, as those that are gathered from several processes for each product.
-_PRODUCTS, _PRODUCTS_AT_ONE_VERSION = 100, 1000
-# Batches are told apart by the number of binary digits of their size.
-_MAGNITUDES = 64
-_NONE = -1
-
-
-class MethodChoices:
-    """Methods by the order of magnitude of the batch, all chosen for the same operators, or nearly the same.
-
-    They are dropped after 100 products, when the parameters change next. So between two changes of the parameters the
-    same product is computed by the same method: also where activations are computed again for the backward pass.
-    """
-
-    def __init__(self) -> None:
-        self._methods: dict[int, str] = {}
-        self._products = 0
-        self._version: int | None = None
-        """Version of the parameters at the last product; None: any version is another one."""
-        self._is_loaded = False
-        """The version at the last product is not known, but the parameters have not changed since."""
-
-    @property
-    def latest(self) -> str | None:
-        """The method that was chosen last, if there is one."""
-        return next(reversed(self._methods.values()), None)
-
-    def method(
-        self, batch: int, version: int | None, choose: Callable[[], str], is_refused: Callable[[str], bool]
-    ) -> str:
-        """The method for a product.
-
-        Args:
-            batch: rows of the input.
-            version: a number that changes with the parameters; None: they may have changed.
-            choose: makes the choice.
-            is_refused: whether a method that was chosen earlier cannot be taken any more.
-        """
-        if self._is_loaded:
-            self._version, self._is_loaded = version, False
-        has_changed = version is None or self._version != version
-        if self._products >= (_PRODUCTS if has_changed else _PRODUCTS_AT_ONE_VERSION):
-            self._methods, self._products = {}, 0
-        self._version = version
-        self._products += 1
-        magnitude = batch.bit_length()
-        method = self._methods.pop(magnitude, None)
-        if method is None or is_refused(method):
-            method = choose()
-        self._methods[magnitude] = method
-        return method
-
-    def to_tensor(self, version: int | None) -> Tensor:
-        """(66,) int64: whether the parameters have changed since the last product, the products, and the methods.
-
-        Args:
-            version: that of the parameters now, or None.
-        """
-        numbers = {magnitude: SUBDIAGONAL_METHODS.index(method) for magnitude, method in self._methods.items()}
-        has_changed = not self._is_loaded and (version is None or self._version != version)
-        methods = [numbers.get(magnitude, _NONE) for magnitude in range(_MAGNITUDES)]
-        return torch.tensor([int(has_changed), self._products, *methods])
-
-    @staticmethod
-    def from_tensor(tensor: Tensor) -> MethodChoices | None:
-        """The choices of :meth:`to_tensor`; also those of version 0.2: method, magnitude (-1: none), products.
-
-        Returns:
-            None if there are none to be read, as of a checkpoint that was averaged or converted to another dtype.
-        """
-        if tensor.dtype != torch.int64 or tensor.is_meta or tensor.shape not in ((3,), (2 + _MAGNITUDES,)):
-            return None
-        choices, numbers = MethodChoices(), tensor.tolist()
-        if len(numbers) == 3:
-            method, magnitude, choices._products = numbers
-            methods = {} if magnitude < 0 else {magnitude: method}
-        else:
-            has_changed, choices._products, *of_magnitudes = numbers
-            choices._is_loaded = not has_changed
-            methods = {magnitude: method for magnitude, method in enumerate(of_magnitudes) if method != _NONE}
-        if choices._products < 0 or not set(methods.values()) <= set(range(len(SUBDIAGONAL_METHODS))):
-            return None
-        choices._methods = {magnitude: SUBDIAGONAL_METHODS[method] for magnitude, method in methods.items()}
-        return choices
-
-
 @checked
 class LDRSubdiagonal(LearnedOperatorLinear):
     """The LDR-SD layer: A and B are subdiagonal with a corner. (m + n)(r + 1) parameters: 2n(r + 1) if square.
 
     Thomas et al., section 3: M is equation (2) with the operators of Figure 2 (center), and Bᵀ for B.
 
-    ``method="auto"`` takes the fastest method that is exact enough for the values of the operators: see
-    :func:`~lightning_struct.functional.choose_subdiagonal_method`. Examining them means waiting for the device. So it
-    is done only when the parameters change after 100 products in training, once for each order of magnitude of the
-    number of rows, and after a change between training and eval mode. The choice is part of ``state_dict``, so a
-    resumed run takes the same one. If it cannot be read, as in averaged or converted checkpoints, it is made anew.
+    ``method="auto"`` takes ``"scaled"``, one level of Fourier transforms, if that is exact enough for the entries of
+    the operators, in float64 if need be, and else ``"tree"``. It looks at the entries in each product, for which the
+    host waits for the device. Where they cannot be read, as when ``vmap`` maps over layers, it is ``"tree"``.
 
     Args:
         in_features, out_features, rank, bias, corner, init, pad, device, dtype: see :class:`LearnedOperatorLinear`.
-        method: ``"auto"``, or one of ``"scaled"``, ``"scaled_float64"``, ``"dense"``, ``"tree"``, ``"krylov"``.
+        method: ``"auto"``, ``"scaled"``, ``"scaled_float64"`` or ``"tree"``.
 
     Raises:
         ValueError: as there.
@@ -319,17 +212,10 @@ class LDRSubdiagonal(LearnedOperatorLinear):
     weight_names: ClassVar[tuple[str, ...]] = ("G", "H", "subdiagonal_a", "corner_a", "subdiagonal_b", "corner_b")
     corner_name = "corner"
 
-    _choices: MethodChoices | None = None
-
     @property
     def method_in_use(self) -> str:
-        """The method of the last product; before the first one, that of a product with one vector."""
-        if self._prepared is not None and self._prepared.latest is not None:
-            return _method_of(self._prepared.latest, self.G.dtype)
-        if self.method != "auto":
-            return self.method
-        latest = None if self._choices is None else self._choices.latest
-        return self._choose(1) if latest is None else latest
+        """The method of products with the operators as they are; in eval mode a dense matrix may be prepared."""
+        return choose_subdiagonal_method(*self._all_weights()[:4]) if self.method == "auto" else self.method
 
     @property
     def operators(self) -> tuple[SubdiagonalOperator, SubdiagonalOperator]:
@@ -345,15 +231,6 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         a, b = (log_range(subdiagonal.detach()) for subdiagonal in (self.subdiagonal_a, self.subdiagonal_b))
         return a, b
 
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        self._choices = None
-
-    def train(self, mode: bool = True) -> Self:
-        if mode != self.training:
-            self._choices = None
-        return super().train(mode)
-
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, method={self.method!r}"
 
@@ -365,76 +242,25 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         return subdiagonal_to_dense(*self._all_weights())
 
     def _square_multiply(self, x: Tensor) -> Tensor:
-        weights = self._all_weights()
-        if self.method != "auto" or torch.compiler.is_compiling():  # a compiled graph chooses whenever it runs
-            return subdiagonal_matmul(*weights, x, self.method)
-        if not has_values(self.subdiagonal_a):
-            # No values can be read under torch.func: without an earlier choice one that is right for any, and so it is
-            # for operators of several models: the choice may be that of another one.
-            choices = None if _is_mapped_over(self.subdiagonal_a) else self._choices
-            latest = None if choices is None else choices.latest
-            return subdiagonal_matmul(*weights, x, latest or method_for_any_operators(self.rows, self.columns))
-        self._choices, batch = self._choices or MethodChoices(), x.shape[:-1].numel()
-        method = self._choices.method(
-            batch, self._operators_version, lambda: self._choose(batch), self._divides_by_zero
-        )
-        return subdiagonal_product(*weights, x, method=method)
+        return subdiagonal_matmul(*self._all_weights(), x, self.method)
 
     def _prepares_dense(self, rows: int) -> bool:
         if self.method != "auto":
-            return self.method in ("dense", "krylov")
-        return prepared_matrix_is_faster(self.rows, self.columns, self.rank, rows)
-
-    def _prepare(self, dense: bool) -> PreparedMatrix:
-        weights = self._all_weights()
-        method = self.method
-        if method == "auto":
-            method = "dense" if dense else choose_prepared_subdiagonal_method(*weights[:4])
-        return self._part(prepare_subdiagonal(*weights, method=method))
+            return False
+        if self.method_in_use == "tree":
+            return self.rows * self.columns <= LARGEST_PREPARED_MATRIX
+        return prepared_matrix_is_faster(self.rows, self.columns, 2 + 2 * self.rank, rows)
 
     def _prepare_factors(self) -> PreparedMatrix:
-        return self._part(subdiagonal_factors(*self._all_weights()))
-
-    @property
-    def _operators_version(self) -> int | None:
-        """A number that changes with the operators; None if there is none, as of tensors made in inference mode."""
-        if self.subdiagonal_a.is_inference() or self.subdiagonal_b.is_inference():
-            return None
-        return self.subdiagonal_a._version + self.subdiagonal_b._version
-
-    def _divides_by_zero(self, method: str) -> bool:
-        """Whether the method would divide by a zero that an operator has by now. This is only looked at on a CPU."""
-        looks = method.startswith("scaled") and self.G.device.type == "cpu"
-        return looks and not bool(self.subdiagonal_a.all() and self.subdiagonal_b.all())
-
-    def _choose(self, batch: int) -> str:
-        self.check_finite()
-        return choose_subdiagonal_method(*self._all_weights()[:4], rank=self.rank, batch=batch)
-
-    @property
-    def choice(self) -> Tensor:
-        """(66,) int64, the methods chosen in training, as ``state_dict`` has them."""
-        # What is chosen in eval mode is dropped with it.
-        choices = self._choices if self.training and self._choices is not None else MethodChoices()
-        return choices.to_tensor(self._operators_version)
-
-    @choice.setter
-    def choice(self, value: Tensor) -> None:
-        """Ignored: ``torch.func.functional_call`` sets it from the ``state_dict`` of a layer, and takes it back."""
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.method == "auto":
-            destination[prefix + "choice"] = self.choice
+        return self._part(prepare_subdiagonal(*self._all_weights(), method=self.method))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        choice = state_dict.pop(prefix + "choice", None)
+        state_dict.pop(prefix + "choice", None)  # up to version 0.3 the layer remembered its methods
         for name in ("corner_a", "corner_b"):  # up to version 0.2 they were scalars
             corner = state_dict.get(prefix + name)
             if isinstance(corner, Tensor) and corner.ndim == 0:
                 state_dict[prefix + name] = corner.reshape(1)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._choices = MethodChoices.from_tensor(choice) if isinstance(choice, Tensor) else None
 
 
 @checked
@@ -470,7 +296,7 @@ class LDRTridiagonal(LearnedOperatorLinear):
     @property
     def method_in_use(self) -> str:
         """The method by which products are computed in training; in eval mode the dense matrix is prepared."""
-        return choose_tridiagonal_method(self.G.device) if self.method == "auto" else self.method
+        return tridiagonal_method(self.G.device) if self.method == "auto" else self.method
 
     @property
     def operators(self) -> tuple[TridiagonalOperator, TridiagonalOperator]:
@@ -482,33 +308,6 @@ class LDRTridiagonal(LearnedOperatorLinear):
     def _square_multiply(self, x: Tensor) -> Tensor:
         return tridiagonal_matmul(*self.operators, *self._generators(), x, self.method)
 
-    def _prepare_factors(self) -> PreparedMatrix:
-        return self._part(TridiagonalFactors.of(*self.operators, self.G, self.H))
-
-    def _prepares_dense(self, rows: int) -> bool:
-        return True
-
     def _refinement(self) -> int:
         # An evaluation multiplies Krylov matrices: O(m n min(m, n)).
         return super()._refinement() * 512**2 // max(512, self.in_features, self.out_features) ** 2
-
-
-def _is_mapped_over(tensor: Tensor) -> bool:
-    """Whether vmap maps over a dimension of the tensor, found without reading its values."""
-    try:
-        tensor.new_empty(0).tolist()
-    except RuntimeError:
-        return True
-    return False
-
-
-def _method_of(matrix: PreparedMatrix, dtype: torch.dtype) -> str:
-    """The method by which a matrix of LDR-SD with parameters of that dtype was prepared."""
-    if isinstance(matrix, LeadingSubmatrix):
-        matrix = matrix.matrix
-    if isinstance(matrix, DenseMatrix | TransposedMatrix):
-        return "dense"
-    if isinstance(matrix, KrylovTrees):
-        return "tree"
-    assert isinstance(matrix, ScaledToeplitzSpectra)
-    return "scaled" if matrix.in_scale.dtype == dtype else "scaled_float64"

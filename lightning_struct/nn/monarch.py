@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.checks import checked
+from lightning_struct.functional.structured.cost_model import LARGEST_PREPARED_MATRIX
 from lightning_struct.functional.structured.monarch import MonarchFactors, monarch_to_dense, nearest_monarch
 from lightning_struct.nn.structured import Device, Dtype, StructuredLinear, positive_size
 
@@ -98,6 +99,12 @@ class Monarch(StructuredLinear):
 
     def _prepare_factors(self) -> MonarchFactors:
         return MonarchFactors(self.L, self.R, self.out_features, self.in_features)
+
+    def _prepares_dense(self, rows: int) -> bool:
+        # Small ones are multiplied faster as they are: the factors are many small products.
+        m, n = self.out_features, self.in_features
+        is_small = min(m, n) < 512 or 2 * self.weight_parameters > m * n
+        return is_small and m * n <= LARGEST_PREPARED_MATRIX
 
 
 def _default_blocks(in_features: int, out_features: int) -> int:

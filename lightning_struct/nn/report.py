@@ -12,7 +12,6 @@ from lightning_struct.functional.checks import checked
 from lightning_struct.functional.layers.registry import hidden_layers
 from lightning_struct.nn.attention import why_not_called
 from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, why_not_linear, why_not_pointwise
-from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.updates import AdaptedLinear, StructuredUpdate
 
@@ -110,9 +109,7 @@ def reasons_for_left(model: nn.Module) -> dict[str, str]:
         if isinstance(layer, StructuredLinear) or layer in hidden:
             continue
         reason = next((reason for classes, reason in _NEVER_REPLACED if isinstance(layer, classes)), None)
-        if isinstance(layer, FrozenLinear):
-            reason = f"it is a frozen {layer.class_name}: the report from before freeze has its parameters"
-        elif isinstance(layer, nn.MultiheadAttention):
+        if isinstance(layer, nn.MultiheadAttention):
             reason = why_not_called(layer)
         elif isinstance(layer, CONVOLUTIONS):
             reason = why_not_pointwise(layer)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.checks import NotFinite, check_dense, is_integer, warn
-from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, affine, prepare_dense
+from lightning_struct.functional.structured.prepared import PreparedMatrix, affine, prepare_dense
 from lightning_struct.nn.approximation import best_factor, refine_, relative_error
-from lightning_struct.nn.frozen import FrozenLinear, PreparedForms, PreparingLinear, changes_unseen, dense_is_faster
-from lightning_struct.nn.torch_modules import is_traced, recorded, whole_call
+from lightning_struct.nn.prepared import Form, PreparedForms, changes_unseen
+from lightning_struct.nn.torch_modules import INSTEAD_OF_SCRIPTS, is_traced, recorded, whole_call
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,7 +24,7 @@ Dtype = torch.dtype | None
 _FAR = 0.5  # a relative error from which M is multiplied by the best number
 
 
-class StructuredLinear(PreparingLinear):
+class StructuredLinear(nn.Module):
     """y = M x + b, where M (out_features, in_features) has few parameters. It takes the place of ``nn.Linear``.
 
     Inputs are (..., in_features) with any number of leading dimensions, or none. Under autocast the product is computed
@@ -40,9 +40,9 @@ class StructuredLinear(PreparingLinear):
     ``parameter.data`` in eval mode goes unnoticed until the next ``eval()``.
 
     A class derived from this one names its parameters in ``weight_names``, and defines ``_draw_weights`` and
-    ``_multiply``; or ``_prepare_factors`` in place of ``_multiply``, if there is something better to prepare than the
-    dense matrix; and ``_dense`` and ``_makes_matrix`` if making that matrix first can be faster than multiplying many
-    rows.
+    ``_multiply``; ``_prepare_factors`` (then in place of ``_multiply``, unless that differs) and ``_prepares_dense`` if
+    there is something better to prepare than the dense matrix; and ``_dense`` and ``_makes_matrix`` if making that
+    matrix first can be faster than multiplying many rows.
 
     Args:
         in_features: n, at least 1.
@@ -77,6 +77,7 @@ class StructuredLinear(PreparingLinear):
     """The number by which :meth:`reset_parameters` multiplies M."""
 
     bias: nn.Parameter | None
+    _prepared: PreparedForms | None = None
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Device = None, dtype: Dtype = None
@@ -218,22 +219,6 @@ class StructuredLinear(PreparingLinear):
             )
         return self._add_bias(self._matmul(input))
 
-    def freeze(self, *, dense: bool = False) -> FrozenLinear:
-        """The same map as a module without parameters, that ``torch.export.export`` takes.
-
-        Args:
-            dense: freeze the matrix M; else its factors or spectra.
-
-        Raises:
-            ValueError: a parameter has NaN or infinite entries, or a buffer was averaged.
-        """
-        self.check_finite()
-        self._check_places()
-        with torch.inference_mode(False), torch.no_grad():
-            matrix = DenseMatrix(self.weight) if dense else self._prepare_factors()
-            sizes = self.in_features, self.out_features
-            return FrozenLinear(*sizes, matrix, self.bias, type(self).__name__, self._reference.dtype)
-
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw new weights, with M multiplied by ``gain``, and set the bias to zero."""
@@ -264,22 +249,27 @@ class StructuredLinear(PreparingLinear):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        if any(prefix + name in state_dict for name in self.weight_names):
-            return
         # Torch does not say whether it is strict, and then raises an error: so this is a warning.
-        if prefix + "weight" in state_dict:
-            reason = (
-                "those of a dense layer were saved: load these into the model before replace_linear, and take the "
-                "from_linear of a class to begin near to them"
+        if prefix + "weight" in state_dict and not any(prefix + name in state_dict for name in self.weight_names):
+            warn(
+                f"a {type(self).__name__} stays with the weights it has, because those of a dense layer were saved: "
+                "load these into the model before replace_linear, and take the from_linear of a class to begin near to "
+                "them"
             )
-        elif any(name.startswith(f"{prefix}matrix_") for name in state_dict):
-            reason = "it was frozen when it was saved: load the state into freeze(model)"
-        else:
-            return
-        warn(f"a {type(self).__name__} stays with the weights it has, because {reason}")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._prepared = None
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_prepared": None}
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise RuntimeError(f"torch.jit.script cannot compile {self}: {INSTEAD_OF_SCRIPTS}")
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, bias={self.bias is not None}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}"
 
     def _draw_weights(self) -> None:
         """Draw new weights of M, such that the variance of the input is kept. Without gradients."""
@@ -295,17 +285,14 @@ class StructuredLinear(PreparingLinear):
         return self._prepare_factors().matmul(x)
 
     def _prepare_factors(self) -> PreparedMatrix:
-        """M by few numbers, such as factors or spectra, or else by its entries; with gradients if these are asked for.
-
-        :meth:`freeze` takes it, and products in eval mode.
-        """
-        return DenseMatrix(self.weight)
+        """M by few numbers, such as factors or spectra; with gradients if these are asked for."""
+        raise NotImplementedError
 
     def _prepares_dense(self, rows: int) -> bool:
-        """Whether the dense matrix, if there is a choice, is prepared in eval mode for products with so many rows."""
-        return dense_is_faster(self._prepare_factors(), self.out_features, self.in_features, rows, otherwise=True)
+        """Whether the dense matrix is prepared in eval mode for products with so many rows."""
+        return True
 
-    def _prepare(self, dense: bool) -> PreparedMatrix:
+    def _prepare(self, dense: bool) -> Form:
         """M in the form that ``_prepares_dense`` named, for products in eval mode; no gradients, finite parameters."""
         return prepare_dense(self.to_dense()) if dense else self._prepare_factors()
 
@@ -354,10 +341,9 @@ class StructuredLinear(PreparingLinear):
             sources = weights | {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
             if any(changes_unseen(source) for source in sources.values()):
                 return self._product(x)
-            self.check_finite()
-            self._check_places()
+            self.check_values()
             prepared = self._prepared = PreparedForms(self._reference, sources)
-        return prepared.matrix(rows, self._prepares_dense, self._prepare).matmul(x)
+        return affine(prepared.matrix(rows, self._prepares_dense, self._prepare), x, None)
 
     def _product(self, x: Tensor) -> Tensor:
         """x Mᵀ, with gradients to x and the parameters, by M itself where making it for so many rows is faster."""
@@ -369,7 +355,7 @@ class StructuredLinear(PreparingLinear):
         """Whether making M is faster than multiplying so many rows without it. A compiler does not ask."""
         return False
 
-    def _prepared_for(self, prepared: PreparedForms, x: Tensor) -> PreparedMatrix | None:
+    def _prepared_for(self, prepared: PreparedForms, x: Tensor) -> Form | None:
         """The matrix for products with as many rows as x, if it is prepared and can be used as it is."""
         if torch.jit.is_tracing():
             return None
@@ -382,11 +368,11 @@ class StructuredLinear(PreparingLinear):
             return None
         return prepared.found(x.numel() // self.in_features)
 
-    def check_finite(self) -> None:
-        """Refuse parameters of M that have NaN or infinite entries.
+    def check_values(self) -> None:
+        """Refuse parameters of M that have NaN or infinite entries, and places that are no longer distinct.
 
         Raises:
-            ValueError: a parameter has; it is named.
+            ValueError: a parameter or a buffer is so; it is named.
         """
         for name, tensor in self._weights().items():
             if not bool(tensor.detach().isfinite().all()):  # detached: nothing is saved for a backward pass
@@ -395,12 +381,6 @@ class StructuredLinear(PreparingLinear):
                     "learning rate, or clip gradients), or a checkpoint is damaged"
                 )
 
-    def _check_places(self) -> None:
-        """Refuse places that are no longer distinct.
-
-        Raises:
-            ValueError: those of a buffer are not; it is named.
-        """
         for name in self._places:
             places = getattr(self, name)
             if places is not None and len(places.unique()) < places.numel():

@@ -132,7 +132,7 @@ class StructuredUpdate(nn.Module):
 
     def to_dense(self) -> Tensor:
         """The matrix (out_features, in_features), with gradients to the parameters of M."""
-        return self.scale * (self.output_diagonal[:, None] * self.input_diagonal) * self.adapter.to_dense()
+        return self.scale * (self.output_diagonal[:, None] * self.input_diagonal) * self.adapter.weight
 
 
 class AdaptedLinear(nn.Module):

@@ -19,6 +19,7 @@ from lightning_struct.nn import (
     ToeplitzLike,
     VandermondeLike,
     add_adapters,
+    freeze,
 )
 from tests.nn.layers import linear_of
 
@@ -228,4 +229,4 @@ def test_places_that_were_averaged_and_rounded_are_refused(factory):
     with torch.no_grad(), pytest.raises(ValueError, match="no longer holds distinct places.*use_buffers=False"):
         averaged(torch.randn(3, 32))
     with pytest.raises(ValueError, match="no longer holds distinct places"):
-        averaged.freeze()
+        freeze(averaged)

@@ -2,11 +2,8 @@
 
 import copy
 import json
-import pickle
-import warnings
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,10 +19,11 @@ from lightning_struct.nn import (
     Monarch,
     PrunedLinear,
     ToeplitzLike,
+    freeze,
     jacobian_norms,
     layer_structure,
 )
-from tests.nn.layers import CLASSES, FACTORIES, NAMES, SIZES, Dense, dense_matrix, linear_of, make, reference
+from tests.nn.layers import CLASSES, FACTORIES, NAMES, SIZES, Dense, linear_of, make, reference
 
 of_each_case = pytest.mark.parametrize("name", NAMES)
 of_each_class = pytest.mark.parametrize("name", CLASSES)
@@ -38,24 +36,6 @@ def from_linear(name, linear, **options):
 
 def inputs(*shape, seed=1):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-@of_each_case
-def test_inputs_of_any_shape_are_multiplied_by_the_dense_matrix(name):
-    for n, m in SIZES:
-        layer = make(name, n, m, bias=n != 7)
-        M = dense_matrix(layer).detach()
-        close(layer.to_dense().detach(), M)
-        close(layer.weight.detach(), M)
-        for training in (True, False, False):  # the last products are those with what was prepared before
-            if training != layer.training:
-                layer.train(training)
-            with torch.set_grad_enabled(training):
-                for shape in ((), (3,), (2, 3), (70,), (0,), (2, 0, 3)):
-                    x = inputs(*shape, n)
-                    close(layer(x).detach(), x @ M.T if layer.bias is None else x @ M.T + layer.bias.detach())
-        weights = sum(parameter.numel() for key, parameter in layer.named_parameters() if key != "bias")
-        assert layer.weight_parameters == weights and layer.compression_ratio == n * m / weights
 
 
 @of_each_case
@@ -172,147 +152,30 @@ def test_dtypes(name):
         layer, rows = copy.deepcopy(single).eval(), x.to(dtype)
         expected = reference(copy.deepcopy(single).double(), rows.double()).detach()
         tolerance = 8 * torch.finfo(dtype).eps * expected.abs().max().item()
-        frozen = layer.freeze()
-        for module in (frozen.to(dtype), layer.to(dtype).freeze(), layer, nn.Sequential(layer)):
-            for some in (rows, rows[:1]):
-                with torch.no_grad():
-                    outputs = module(some)
-                assert outputs.dtype == dtype
-                torch.testing.assert_close(outputs.double(), expected[: len(some)], rtol=0, atol=tolerance)
-        frozen.load_state_dict({key: tensor.to(dtype) for key, tensor in frozen.state_dict().items()})
-        torch.testing.assert_close(frozen(rows).double(), expected, rtol=0, atol=4 * tolerance)
+        for some in (rows, rows[:1]):
+            with torch.no_grad():
+                outputs = layer.to(dtype)(some)
+            assert outputs.dtype == dtype
+            torch.testing.assert_close(outputs.double(), expected[: len(some)], rtol=0, atol=tolerance)
 
 
-@of_each_case
-def test_what_is_prepared_in_eval_mode_follows_the_parameters(name):
-    layer, other, x = make(name).eval(), make(name), inputs(3, 12)
-    first = layer._parameters[layer.weight_names[0]]
-
-    def swap_data():
-        first.data = first.data + 1.0
-
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(2)
-        for change in (lambda: None, lambda: first.add_(1.0), swap_data):
-            change()
-            close(layer(x), reference(layer, x))
-        layer.load_state_dict(other.state_dict())
-        close(layer(x), reference(other, x))
-        expected = reference(other, x)
-        near = {"rtol": 1e-4, "atol": 1e-3 * float(expected.abs().max())}
-        torch.testing.assert_close(layer.float()(x.float()).double(), expected, **near)
-
-
-@of_each_case
-def test_eval_mode_keeps_nothing_that_gradients_need(name):
-    layer, x = make(name).eval(), inputs(3, 12).requires_grad_()
-    with torch.inference_mode():
-        layer(x)
-    layer(x).square().sum().backward()
-    assert all(parameter.grad.abs().sum() > 0 for parameter in layer.parameters())
-    layer.requires_grad_(False)
-    close(torch.autograd.grad(layer(x).sum(), x)[0], dense_matrix(layer).sum(0).expand(3, -1))
-
-
-@of_each_case
-def test_state_and_copies(name):
-    layer, x = make(name).eval(), inputs(3, 12)
-    before = layer(x)
-    fresh = FACTORIES[name](12, 7, dtype=torch.float64)
-    fresh.load_state_dict(layer.state_dict())
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), fresh.eval()):
-        assert list(twin.state_dict()) == list(layer.state_dict())
-        assert torch.equal(twin(x), before)
-    of = FACTORIES[name]
-    arguments = {key: np.int64(value) if isinstance(value, int) else value for key, value in of.keywords.items()}
-    of_numpy = of.func(np.int64(12), np.int64(7), **arguments)
-    assert repr(of_numpy) == repr(layer) and of_numpy(torch.ones(12)).shape == (7,)
-    assert json.loads(json.dumps(layer_structure(of_numpy))) == layer_structure(layer)
-
-
-@pytest.mark.parametrize("dense", [False, True])
-@of_each_case
-def test_frozen_layer_is_the_same_map_without_parameters(name, dense):
-    layer = make(name)
-    frozen = layer.freeze(dense=dense)
-    assert not list(frozen.parameters()) and frozen.in_features == 12
-    for x in (inputs(5, 12), inputs(1, 12), inputs(2, 0, 12)):
-        close(frozen(x), reference(layer, x))
-    close(frozen.weight, dense_matrix(layer))
-    assert frozen.weight.is_contiguous()  # as safetensors asks for, and the buffer too:
-    if dense:
-        assert frozen.state_dict().keys() == {"matrix_entries", "bias"} and frozen.matrix_entries.is_contiguous()
-    for dtype in (torch.bfloat16, torch.float32):
-        assert copy.deepcopy(frozen).to(dtype).weight.dtype == dtype
-    again = layer.float().freeze(dense=dense).double()
-    torch.testing.assert_close(again(x), reference(layer.double(), x), rtol=1e-4, atol=1e-4)
-    y = frozen(inputs(5, 12))
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.zero_()
-    assert torch.equal(frozen(inputs(5, 12)), y)
-
-
-@of_each_class
-def test_frozen_layer_is_exported(name):
-    frozen, x = make(name).freeze(), inputs(3, 12)
-    torch.compiler.reset()  # torch 2.6 counts the exports of one process
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        exported = torch.export.export(nn.Sequential(frozen), (x,))
-        half = torch.export.export(frozen.bfloat16(), (x.bfloat16(),))
-    assert not exported.constants  # all tensors are buffers
-    close(exported.module()(x), reference(make(name), x))
-    torch.testing.assert_close(half.module()(x.bfloat16()), frozen(x.bfloat16()), rtol=0.03, atol=0.03)
-
-
-@of_each_case
-def test_frozen_layer_is_as_small_as_its_parameters_or_dense(name):
-    torch.manual_seed(0)
-    layer, x = FACTORIES[name](256, 256, bias=False), torch.randn(40, 256)
-    frozen = layer.freeze()
-    if frozen.state_dict().keys() != {"matrix_entries"}:
-        # Randomised Hadamard transforms have signs and orders besides.
-        factor = 4 if name.startswith("randomized") else 3
-        assert sum(buffer.numel() for buffer in frozen.state_dict().values()) <= factor * layer.weight_parameters
-    for rows in (x, x[:1]):
-        torch.testing.assert_close(frozen(rows), rows @ layer.to_dense().detach().T, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "name", [n for n in CLASSES if n not in ("ldr_td", "vandermonde_like", "cauchy_like", "pruned")]
-)
-def test_a_matrix_that_would_be_too_large_is_not_made_in_eval_mode(name, monkeypatch):
-    torch.manual_seed(0)
-    layer, x = CLASSES[name](4100, 4097), torch.randn(3, 4100)
-    for of_class in type(layer).__mro__:
-        for method in {"to_dense", "_dense"} & vars(of_class).keys():
-            monkeypatch.setattr(of_class, method, None)
-    y = layer(x).detach()
-    with torch.no_grad():
-        for module in (layer.eval(), layer.freeze()):
-            torch.testing.assert_close(module(x), y, rtol=1e-3, atol=1e-4 * float(y.abs().max()))
-
-
-@pytest.mark.parametrize("name", ["ldr_sd", "vandermonde_like", "randomized_hadamard"])
-def test_state_of_a_layer_of_another_kind_is_named_with_the_remedy(name):
-    dense, layer = nn.Sequential(nn.Linear(12, 7)), nn.Sequential(make(name).eval())
-    frozen = nn.Sequential(layer[0].freeze())
+def test_state_of_a_dense_layer_is_named_with_the_remedy():
+    layer = nn.Sequential(make("ldr_sd"))
     with pytest.warns(UserWarning, match="those of a dense layer were saved: load these .* before replace_"):
-        layer.load_state_dict(dense.state_dict(), strict=False)
-    with pytest.warns(UserWarning, match="frozen when it was saved: load .* into freeze"), pytest.raises(RuntimeError):
-        layer.load_state_dict(frozen.state_dict())
-    with pytest.warns(UserWarning, match="not frozen when it was saved: load .* freeze"), pytest.raises(RuntimeError):
-        frozen.load_state_dict(layer.state_dict())
-    with pytest.raises(RuntimeError, match='Missing.*"0.matrix_'):  # version 0.2 froze small matrices dense
-        frozen.load_state_dict(nn.Sequential(layer[0].freeze(dense=True)).state_dict())
+        layer.load_state_dict(nn.Sequential(nn.Linear(12, 7)).state_dict(), strict=False)
+
+
+@of_each_case
+def test_the_structure_is_plain_data(name):
+    layer = make(name)
+    assert json.loads(json.dumps(layer_structure(layer))) == layer_structure(layer)
+    assert repr(FACTORIES[name](12, 7)) == repr(layer)
 
 
 @of_each_case
 def test_wrong_inputs_are_named(name):
     layer = make(name).float().eval()
-    for module in (layer, layer.train(), layer.freeze(), layer.freeze(dense=True)):
+    for module in (layer, layer.train()):
         for _ in range(2):
             for shape in ((3, 7), (3, 11), (3, 13), ()):
                 with pytest.raises(
@@ -339,7 +202,7 @@ def test_wrong_sizes_and_parameters_that_are_not_finite_are_named(name):
     weight = layer.weight_names[0]
     with torch.no_grad():
         layer._parameters[weight].view(-1)[0] = torch.nan
-        for call in (layer.freeze, lambda: layer(inputs(3, 12))):
+        for call in (lambda: freeze(layer), lambda: layer(inputs(3, 12))):
             with pytest.raises(ValueError, match=f"parameter '{weight}' .* NaN or infinite"):
                 call()
 
@@ -409,7 +272,6 @@ def test_gpu_computes_what_the_cpu_computes(name):
         with torch.no_grad():
             y = reference(ours, x)
             close(theirs.eval()(x.cuda()).cpu(), y)
-            close(theirs.freeze()(x.cuda()).cpu(), y)
             theirs.float().train()
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 half = theirs(x.float().cuda())

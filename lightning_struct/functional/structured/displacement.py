@@ -19,11 +19,10 @@ from torch import Tensor
 from lightning_struct.functional.checks import checked
 from lightning_struct.functional.structured import arguments
 from lightning_struct.functional.structured.operators import (
-    DiagonalOperator,
+    BelowDiagonal,
     DisplacementOperator,
     ShiftOperator,
     SubdiagonalOperator,
-    TransposedOperator,
     TridiagonalOperator,
     as_operator,
     krylov_matrix,
@@ -67,18 +66,15 @@ def ldr_to_dense(a: Operator, b: Operator, G: Tensor, H: Tensor, method: str = "
                 [3., 2., 1.]])
     """
     arguments.require_one_of("method", method, ("auto", "krylov"))
-    a, b_transposed = _resolved(as_operator(a)), _resolved(as_operator(b).T)
+    a, b_transposed = as_operator(a), as_operator(b).T
     arguments.require_generators(G, H, a.size, b_transposed.size)
     if method == "auto" and _is_real(a, b_transposed, G, H):
         if isinstance(a, TridiagonalOperator) and isinstance(b_transposed, TridiagonalOperator):
             return tridiagonal_to_dense(a, b_transposed, G, H)
-        if isinstance(a, DiagonalOperator) and isinstance(b_transposed, DiagonalOperator):
-            return _rounded(_between_diagonals(a, b_transposed, G, H), G, H)
-        if (pair := _below_the_diagonal(a, b_transposed)) is not None:
-            (left, rows), (right, columns) = pair
-            G, H = _reversed(G, 0, rows), _reversed(H, 0, columns)
-            M = subdiagonal_to_dense(*_entries(left, G), *_entries(right, G), G, H)
-            return _reversed(_reversed(M, 1, columns), 0, rows)
+        if isinstance(a, BelowDiagonal) and isinstance(b_transposed, BelowDiagonal):
+            G, H = _reversed(G, 0, a), _reversed(H, 0, b_transposed)
+            M = subdiagonal_to_dense(*_entries(a, G), *_entries(b_transposed, G), G, H)
+            return _reversed(_reversed(M, 1, b_transposed), 0, a)
     columns_of_a, columns_of_b = _krylov_rows(a, b_transposed, G, H)
     return _rounded(columns_of_a.mT @ columns_of_b, G, H)  # equation (2)
 
@@ -111,23 +107,19 @@ def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method
         >>> ldr_matmul(A, B, G, H, torch.tensor([1.0, 0.0, 0.0]), method="krylov")
         tensor([1., 2., 3.])
     """
-    a, b_transposed = _resolved(as_operator(a)), _resolved(as_operator(b).T)
+    a, b_transposed = as_operator(a), as_operator(b).T
     arguments.require_generators(G, H, a.size, b_transposed.size)
     arguments.require_vectors(x, b_transposed.size)
     if method != "krylov" and _is_real(a, b_transposed, G, H, x):
         if isinstance(a, TridiagonalOperator) and isinstance(b_transposed, TridiagonalOperator):
             return tridiagonal_matmul(a, b_transposed, G, H, x, method)
-        if (pair := _below_the_diagonal(a, b_transposed)) is not None:
-            (left, rows), (right, columns) = pair
-            G, H, x = _reversed(G, 0, rows), _reversed(H, 0, columns), _reversed(x, -1, columns)
-            if method == "auto" and isinstance(left, ShiftOperator) and isinstance(right, ShiftOperator):
-                product = toeplitz_like_matmul(G, H, x, left.f, right.f)
+        if isinstance(a, BelowDiagonal) and isinstance(b_transposed, BelowDiagonal):
+            G, H, x = _reversed(G, 0, a), _reversed(H, 0, b_transposed), _reversed(x, -1, b_transposed)
+            if method == "auto" and isinstance(a, ShiftOperator) and isinstance(b_transposed, ShiftOperator):
+                product = toeplitz_like_matmul(G, H, x, a.f, b_transposed.f)
             else:
-                product = subdiagonal_matmul(*_entries(left, G), *_entries(right, G), G, H, x, method)
-            return _reversed(product, -1, rows)
-        if method == "auto" and isinstance(a, DiagonalOperator) and isinstance(b_transposed, DiagonalOperator):
-            M = _between_diagonals(a, b_transposed, G, H)
-            return _rounded(x.to(M.dtype) @ M.mT, G, H, x)
+                product = subdiagonal_matmul(*_entries(a, G), *_entries(b_transposed, G), G, H, x, method)
+            return _reversed(product, -1, a)
     if method not in ("auto", "krylov"):
         raise ValueError(f'method must be "auto" or "krylov" for these operators, got {method!r}')
     columns_of_a, columns_of_b = _krylov_rows(a, b_transposed, G, H)
@@ -198,22 +190,11 @@ def displacement_rank(M: Tensor, a: Operator, b: Operator, rtol: float | None = 
 
 def _krylov_rows(a: DisplacementOperator, b: DisplacementOperator, G: Tensor, H: Tensor) -> tuple[Tensor, Tensor]:
     """The columns of all K(A, g_i) and of all K(Bᵀ, h_i) in the same order, as rows: (pr, m) and (pr, n)."""
-    count, (G, H) = min(a.size, b.size), _at_least_float32(G, H)
+    count, dtype = min(a.size, b.size), arguments.computing_dtype(G, H)
+    G, H = G.to(dtype), H.to(dtype)
     left, right = krylov_rows(a, G.mT, count).flatten(0, 1), krylov_rows(b, H.mT, count).flatten(0, 1)
     dtype = torch.promote_types(left.dtype, right.dtype)
     return left.to(dtype), right.to(dtype)
-
-
-def _between_diagonals(a: DiagonalOperator, b: DiagonalOperator, G: Tensor, H: Tensor) -> Tensor:
-    """M of equation (2) for A = diag(a) and Bᵀ = diag(b): M_ij = (G Hᵀ)_ij Σ_{k<p} (a_i b_j)ᵏ."""
-    G, H = _at_least_float32(G, H)
-    return G @ H.mT * _geometric_sums(a.d.to(G.dtype)[:, None] * b.d.to(G.dtype), min(a.size, b.size))
-
-
-def _at_least_float32(*tensors: Tensor) -> list[Tensor]:
-    """The tensors in the dtype to which they promote, but in float32 if that is half precision."""
-    dtype = arguments.computing_dtype(*tensors)
-    return [tensor.to(dtype) for tensor in tensors]
 
 
 def _rounded(product: Tensor, *tensors: Tensor) -> Tensor:
@@ -222,55 +203,21 @@ def _rounded(product: Tensor, *tensors: Tensor) -> Tensor:
     return product.to(dtype) if dtype.itemsize == 2 else product
 
 
-_Subdiagonal = SubdiagonalOperator | ShiftOperator
+def _reversed(tensor: Tensor, dim: int, operator: BelowDiagonal) -> Tensor:
+    """J T along a dimension of T if the operator is transposed, J being the reversal of the order; else T.
 
-
-def _below_the_diagonal(*given: DisplacementOperator) -> list[tuple[_Subdiagonal, bool]] | None:
-    """Subdiagonal A' and B' with A = J_1 A' J_1 and Bᵀ = J_2 B' J_2, and whether J_1 and J_2 reverse the order.
-
-    J_i is the identity or the reversal of the order, which turns the transpose of a subdiagonal operator into a
-    subdiagonal one: M is that of A', B', J_1 G and J_2 H with its rows and columns reversed. None if A or Bᵀ is not
-    subdiagonal in any direction.
+    J turns the transpose of a subdiagonal operator into a subdiagonal one, whose entries :func:`_entries` gives.
     """
-    found: list[tuple[_Subdiagonal, bool]] = []
-    for operator in given:
-        is_reversed = isinstance(operator, TransposedOperator)
-        below = operator.operator if isinstance(operator, TransposedOperator) else operator
-        if not isinstance(below, _Subdiagonal):
-            return None
-        if is_reversed and isinstance(below, SubdiagonalOperator):
-            below = SubdiagonalOperator(below.subdiagonal.flip(0), below.corner)
-        found.append((below, is_reversed))
-    return found
+    return tensor.flip(dim) if operator.is_transposed else tensor
 
 
-def _reversed(tensor: Tensor, dim: int, is_reversed: bool) -> Tensor:
-    return tensor.flip(dim) if is_reversed else tensor
-
-
-def _entries(operator: _Subdiagonal, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The subdiagonal and the corner."""
+def _entries(operator: BelowDiagonal, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The subdiagonal and the corner; of J A J if A is transposed."""
     if isinstance(operator, SubdiagonalOperator):
-        return operator.subdiagonal, operator.corner
+        return _reversed(operator.subdiagonal, 0, operator), operator.corner
+    assert isinstance(operator, ShiftOperator)
     return like.new_ones(operator.n - 1), torch.as_tensor(operator.f, dtype=like.dtype, device=like.device)
-
-
-def _resolved(operator: DisplacementOperator) -> DisplacementOperator:
-    """The same operator; a :class:`TransposedOperator` only if there is no other way to write it."""
-    if isinstance(operator, TransposedOperator) and not isinstance(operator.operator, _Subdiagonal):
-        return operator.operator.T
-    return operator
 
 
 def _is_real(a: DisplacementOperator, b: DisplacementOperator, *tensors: Tensor) -> bool:
     return not any(tensor.is_complex() for tensor in (a.entries, b.entries, *tensors))
-
-
-def _geometric_sums(z: Tensor, count: int) -> Tensor:
-    """1 + z + ... + z^(count - 1), elementwise; by doubling, since (1 - z^count)/(1 - z) has no digits near z = 1."""
-    total, power = torch.ones_like(z), z
-    for bit in bin(count)[3:]:
-        total, power = total + total * power, power * power
-        if bit == "1":
-            total, power = total + power, power * z
-    return total

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_struct.functional.structured.cost_model import monarch_factors_are_faster
-
 # Rows of the input up to which they come first in all products. Measured on one CPU thread, n = 512 to 4,096.
 _FEW_ROWS = 8
 
@@ -135,9 +133,6 @@ class MonarchFactors:
     R: Tensor
     rows: int
     columns: int
-
-    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return not monarch_factors_are_faster(m, n, self.L.numel() + self.R.numel(), rows)
 
     def matmul(self, x: Tensor) -> Tensor:
         k, _, p = self.R.shape

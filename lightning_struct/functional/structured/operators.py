@@ -1,7 +1,7 @@
 """Displacement operators of structured matrices, and their Krylov matrices: n x n matrices that are never formed.
 
 The learned operators of Thomas et al. (section 3, Figure 2) are subdiagonal or tridiagonal, with corners; those of the
-classical structures are shifts and diagonal matrices (Table 5). All of them multiply (..., n), a batch of vectors in
+classical structures are shifts and diagonal matrices (Table 5). Operators multiply (..., n), a batch of vectors in
 the last dimension, in any floating-point dtype, real or complex; transposes are not conjugated.
 
 Shapes and dtypes are checked when an operator is made. Whether the entries are finite is not: asking that of a device
@@ -10,8 +10,9 @@ would make every forward pass wait for it.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,9 +35,9 @@ class DisplacementOperator(ABC):
         return self.entries.shape[0]
 
     @property
+    @abstractmethod
     def T(self) -> DisplacementOperator:
         """Aᵀ."""
-        return TransposedOperator(self)
 
     @abstractmethod
     def matvec(self, v: Tensor) -> Tensor:
@@ -57,7 +58,32 @@ class DisplacementOperator(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class SubdiagonalOperator(DisplacementOperator):
+class BelowDiagonal(DisplacementOperator):
+    """An operator with entries below the diagonal and a corner; or, transposed, above the diagonal."""
+
+    is_transposed: bool = field(default=False, init=False, repr=False)
+
+    @property
+    def T(self) -> DisplacementOperator:
+        transposed = copy.copy(self)
+        object.__setattr__(transposed, "is_transposed", not self.is_transposed)
+        return transposed
+
+    @property
+    @abstractmethod
+    def _below(self) -> tuple[Tensor | float, Tensor | float]:
+        """The entries below the diagonal, or one number for all; and the corner."""
+
+    def matvec(self, v: Tensor) -> Tensor:
+        self._require_vectors(v)
+        below, corner = self._below
+        if self.is_transposed:
+            return torch.cat([below * v[..., 1:], corner * v[..., :1]], -1)
+        return torch.cat([corner * v[..., -1:], below * v[..., :-1]], -1)
+
+
+@dataclass(frozen=True, eq=False)
+class SubdiagonalOperator(BelowDiagonal):
     """The subdiagonal operator of LDR-SD: A[i + 1, i] = ``subdiagonal[i]``, A[0, n - 1] = ``corner``, all else is zero.
 
     A of size 1 is the matrix [corner]. Thomas et al., section 3 and Figure 2 (center).
@@ -94,13 +120,9 @@ class SubdiagonalOperator(DisplacementOperator):
     def entries(self) -> Tensor:
         return self.subdiagonal
 
-    def matvec(self, v: Tensor) -> Tensor:
-        self._require_vectors(v)
-        return torch.cat([self.corner * v[..., -1:], self.subdiagonal * v[..., :-1]], -1)
-
-    def rmatvec(self, v: Tensor) -> Tensor:
-        self._require_vectors(v)
-        return torch.cat([self.subdiagonal * v[..., 1:], self.corner * v[..., :1]], -1)
+    @property
+    def _below(self) -> tuple[Tensor, Tensor]:
+        return self.subdiagonal, self.corner
 
 
 @checked
@@ -161,7 +183,7 @@ class TridiagonalOperator(DisplacementOperator):
 
 @checked
 @dataclass(frozen=True, eq=False)
-class ShiftOperator(DisplacementOperator):
+class ShiftOperator(BelowDiagonal):
     """The shift Z_f: ones below the diagonal and f in the corner, so that Z_1 rotates a vector downwards.
 
     Thomas et al., section 2 and Figure 2 (left).
@@ -196,83 +218,24 @@ class ShiftOperator(DisplacementOperator):
     def entries(self) -> Tensor:
         return self.f if isinstance(self.f, Tensor) else torch.empty(0)
 
-    def matvec(self, v: Tensor) -> Tensor:
-        self._require_vectors(v)
-        return torch.cat([self.f * v[..., -1:], v[..., :-1]], -1)
-
-    def rmatvec(self, v: Tensor) -> Tensor:
-        self._require_vectors(v)
-        return torch.cat([v[..., 1:], self.f * v[..., :1]], -1)
-
-
-@checked
-@dataclass(frozen=True, eq=False)
-class DiagonalOperator(DisplacementOperator):
-    """The diagonal matrix diag(d), an operator of the Vandermonde- and Cauchy-like classes (Thomas et al., Table 5).
-
-    Args:
-        d: (n,).
-
-    Raises:
-        TypeError: d is no floating-point tensor.
-        ValueError: d has another shape, or is empty.
-
-    Example:
-        >>> DiagonalOperator(torch.tensor([1.0, 2.0])).matvec(torch.tensor([3.0, 3.0]))
-        tensor([3., 6.])
-    """
-
-    d: Tensor
-
-    def __post_init__(self) -> None:
-        _require_tensor("d", self.d, 1)
-        if self.d.shape[0] == 0:
-            raise ValueError("d is empty: an operator has at least one row")
-
     @property
-    def entries(self) -> Tensor:
-        return self.d
-
-    @property
-    def T(self) -> DiagonalOperator:
-        return self
-
-    def matvec(self, v: Tensor) -> Tensor:
-        self._require_vectors(v)
-        return self.d * v
+    def _below(self) -> tuple[float, Tensor | float]:
+        return 1.0, self.f
 
 
-@checked
 @dataclass(frozen=True, eq=False)
-class DenseOperator(DisplacementOperator):
-    """Any matrix, such as the inverse of an operator.
-
-    Args:
-        matrix: (n, n).
-
-    Raises:
-        TypeError: the matrix is no floating-point tensor.
-        ValueError: it is not square, or empty.
-
-    Example:
-        >>> DenseOperator(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).rmatvec(torch.tensor([1.0, 0.0]))
-        tensor([1., 2.])
-    """
+class _Matrix(DisplacementOperator):
+    """An operator that is given as its matrix (n, n)."""
 
     matrix: Tensor
-
-    def __post_init__(self) -> None:
-        _require_tensor("matrix", self.matrix, 2)
-        if self.matrix.shape[0] != self.matrix.shape[1] or self.matrix.shape[0] == 0:
-            raise ValueError(f"matrix must be square and not empty, got {tuple(self.matrix.shape)}")
 
     @property
     def entries(self) -> Tensor:
         return self.matrix
 
     @property
-    def T(self) -> DenseOperator:
-        return DenseOperator(self.matrix.mT)
+    def T(self) -> _Matrix:
+        return _Matrix(self.matrix.mT)
 
     def matvec(self, v: Tensor) -> Tensor:
         self._require_vectors(v)
@@ -280,48 +243,19 @@ class DenseOperator(DisplacementOperator):
         return v.to(dtype) @ self.matrix.mT.to(dtype)
 
 
-@checked
-@dataclass(frozen=True, eq=False)
-class TransposedOperator(DisplacementOperator):
-    """The transpose of another operator.
-
-    Args:
-        operator: A, whose transpose Aᵀ this is.
-
-    Example:
-        >>> TransposedOperator(ShiftOperator(3, 0.0)).matvec(torch.tensor([1.0, 2.0, 3.0]))
-        tensor([2., 3., 0.])
-    """
-
-    operator: DisplacementOperator
-
-    @property
-    def size(self) -> int:
-        return self.operator.size
-
-    @property
-    def entries(self) -> Tensor:
-        return self.operator.entries
-
-    @property
-    def T(self) -> DisplacementOperator:
-        return self.operator
-
-    def matvec(self, v: Tensor) -> Tensor:
-        return self.operator.rmatvec(v)
-
-    def rmatvec(self, v: Tensor) -> Tensor:
-        return self.operator.matvec(v)
-
-
 def as_operator(operator: DisplacementOperator | Tensor) -> DisplacementOperator:
-    """The operator itself, or :class:`DenseOperator` of a matrix (n, n).
+    """The operator itself, or that of a matrix (n, n).
 
     Raises:
-        TypeError: it is neither.
-        ValueError: the matrix is not square.
+        TypeError: the matrix is no floating-point tensor.
+        ValueError: it is not square, or empty.
     """
-    return operator if isinstance(operator, DisplacementOperator) else DenseOperator(operator)
+    if isinstance(operator, DisplacementOperator):
+        return operator
+    _require_tensor("the matrix of an operator", operator, 2)
+    if operator.shape[0] != operator.shape[1] or operator.shape[0] == 0:
+        raise ValueError(f"the matrix of an operator must be square and not empty, got {tuple(operator.shape)}")
+    return _Matrix(operator)
 
 
 def _require_tensor(name: str, tensor: Tensor, ndim: int) -> None:
@@ -375,25 +309,6 @@ def shift_krylov_rows(G: Tensor, f: float | Tensor, count: int) -> Tensor:
     # row begins 2m - 1 places after the row before it.
     copies = torch.cat([G, f * G]).mT.repeat(1, count)
     return copies[:, : count * (2 * m - 1)].view(r, count, 2 * m - 1)[..., :m].reshape(r * count, m)
-
-
-def subdiagonal_krylov_rows(circle: Tensor, G: Tensor, count: int) -> Tensor:
-    """The columns of all K(A, gᵢ), ``count`` of each, as rows, by doubling their number.
-
-    Args:
-        circle: (m,), the corner of A and its subdiagonal.
-        G: (m, r).
-        count: of the columns, at most m.
-
-    Returns:
-        (count r, m).
-    """
-    rows, power = G.mT[None], circle  # A to the power of the rows so far turns by as many places, and weighs them
-    made = max(count, 2)  # so that the derivative of one column by A is zero, not that of another matrix
-    while (known := rows.shape[0]) < made:
-        rows = torch.cat([rows, power * rows[: made - known].roll(known, -1)])
-        power = power * power.roll(known)
-    return rows[:count].flatten(0, 1)
 
 
 def krylov_product(left: Tensor, right: Tensor, x: Tensor) -> Tensor:

@@ -25,9 +25,9 @@ The paper needs log₂ n levels of transforms (Theorem 1); this is one level. Th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,13 +58,8 @@ class Similarity(NamedTuple):
     def of(subdiagonal: Tensor, corner: Tensor) -> Similarity:
         """The similarity of A with subdiagonal s (..., n - 1) and corner (...)."""
         s, corner = subdiagonal.double(), corner.double()
-        if not s.shape[-1]:
-            one = torch.ones_like(corner)
-            return Similarity(one[..., None], corner.clone(), one, torch.zeros_like(corner))
-        logarithms = s.abs().log()
-        trend = logarithms.detach().mean(-1)
-        magnitudes = (logarithms - trend[..., None]).cumsum(-1).exp()
-        scale = F.pad(magnitudes * s.detach().sign().cumprod(-1), (1, 0), value=1.0)
+        path, trend = detrended_path(s)
+        scale = path.exp() * F.pad(s.detach().sign().cumprod(-1), (1, 0), value=1.0)
         last = scale[..., -1] * torch.exp(-trend)
         return Similarity(scale, corner * last, last, trend)
 
@@ -79,6 +74,13 @@ class Similarity(NamedTuple):
         from_the_end = (of_scale * self.scale)[..., 1:].flip(-1).cumsum(-1).flip(-1)
         of_both = from_the_end + (of_corner * self.corner)[..., None]
         return of_both / subdiagonal, of_corner * self.corner_derivative
+
+
+def detrended_path(subdiagonal: Tensor) -> tuple[Tensor, Tensor]:
+    """log|s₁ ⋯ s_k| less its trend, k = 0, 1, ..., (..., n), for a subdiagonal (..., n - 1); and the trend, (...)."""
+    logarithms = subdiagonal.abs().log()
+    trend = logarithms.detach().sum(-1) / max(1, logarithms.shape[-1])
+    return F.pad((logarithms - trend[..., None]).cumsum(-1), (1, 0)), trend
 
 
 class GeneratorSpectra(NamedTuple):
@@ -178,47 +180,33 @@ class ScaledToeplitzSpectra:
     middle: Tensor
     half_length: fourier.HalfLengthProduct | None = None
 
-    keeps_precision: ClassVar[bool] = True
-
     @staticmethod
-    def of(
-        G: Tensor, H: Tensor, a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor
-    ) -> ScaledToeplitzSpectra:
-        """The spectra of the matrix of :func:`scaled_toeplitz_matmul`."""
-        parameters = (G, H, a_subdiagonal, a_corner, b_subdiagonal, b_corner)
+    def of(*parameters: Tensor, few_rows: bool = False) -> ScaledToeplitzSpectra:
+        """The spectra of the matrix of :func:`scaled_toeplitz_matmul`, given its arguments but x.
+
+        Args:
+            *parameters: G, H, subdiagonal and corner of A, subdiagonal and corner of B.
+            few_rows: prepare products of few rows, too.
+        """
         sides = [GeneratorSpectra.of(*side) for side in by_side(parameters)]
         a, left, b, right = sides[0].scale[0], sides[0].spectra[0], sides[-1].scale[-1], sides[-1].spectra[-1]
-        return ScaledToeplitzSpectra(left, right.conj().resolve_conj(), a, b, middle_scale(sides))
-
-    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return cost_model.prepared_matrix_is_faster(m, n, self.left.shape[0], rows)
-
-    def completed(self) -> ScaledToeplitzSpectra:
-        """The spectra with the product by transforms of half the length, if that is faster."""
-        (m,), (n,) = self.out_scale.shape, self.in_scale.shape
-        if self.half_length is not None or not cost_model.half_length_pays(m, n, self.left.device):
-            return self
-        g, f = _head_and_factor_of_tail(self.left, m)
-        h, w = _head_and_factor_of_tail(self.right.conj(), n)
-        return replace(
-            self, half_length=fourier.HalfLengthProduct.of(g, h, self.out_scale, f, self.in_scale, w, self.middle)
-        )
+        middle, half_length = middle_scale(sides), None
+        if few_rows and cost_model.half_length_pays(len(a), len(b), a.device):
+            (g, h), (f, w) = sides[0].generators, sides[0].corner.flatten()
+            half_length = fourier.HalfLengthProduct.of(g, h, a, f, b, w, middle)
+        return ScaledToeplitzSpectra(left, right.conj().resolve_conj(), a, b, middle, half_length)
 
     def matmul(self, x: Tensor) -> Tensor:
         """x Mᵀ, (..., m) for x (..., n), in the dtype of x; computed in that of M."""
         return by_rows(self._multiply, x, self.in_scale.dtype).to(x.dtype)
 
     def _multiply(self, rows: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # what must not depend on the number of rows
-            return self.multiply_plainly(rows)
         if self.half_length is not None and cost_model.are_few_rows(rows.shape[0], self.left.shape[0]):
             return self.half_length.matmul(rows)
         return _InputProduct.apply(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
 
     def multiply_plainly(self, rows: Tensor) -> Tensor:
-        """(B, m) for (B, n), by operations that are differentiable themselves; for ONNX, in real arithmetic."""
-        if torch.onnx.is_in_onnx_export():
-            return real_product(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
+        """(B, m) for (B, n), by operations that are differentiable themselves."""
         return plain_product(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
 
 
@@ -231,23 +219,6 @@ def plain_product(
     between = torch.fft.irfft(torch.fft.rfft(x * in_scale, n=in_length) * right[:, None], n=in_length)
     spectra = torch.fft.rfft(between[..., :p] * middle, n=out_length) * left[:, None]
     return torch.fft.irfft(_sum_of_ranks(spectra), n=out_length)[..., :m] * out_scale
-
-
-def real_product(x: Tensor, in_scale: Tensor, right: Tensor, middle: Tensor, left: Tensor, out_scale: Tensor) -> Tensor:
-    """:func:`plain_product` in real arithmetic."""
-    (m,), (p,) = out_scale.shape, middle.shape
-    in_length, out_length = transformed_length(right), transformed_length(left)
-    of_inputs = fourier.real_rfft(F.pad(x * in_scale, (0, in_length - x.shape[1])))
-    between = fourier.real_irfft(fourier.multiplied(of_inputs, _rows_between(right)), in_length)
-    of_outputs = fourier.real_rfft(F.pad(between[..., :p] * middle, (0, out_length - p)))
-    real, imaginary = fourier.multiplied(of_outputs, _rows_between(left))
-    return fourier.real_irfft((real.sum(0), imaginary.sum(0)), out_length)[..., :m] * out_scale
-
-
-def _rows_between(spectra: Tensor) -> tuple[Tensor, Tensor]:
-    """The parts of spectra (r, F), each (r, 1, F)."""
-    real, imaginary = fourier.as_pair(spectra)
-    return real[:, None], imaginary[:, None]
 
 
 def product_in_place(
@@ -355,13 +326,6 @@ class _InputProduct(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, dx: Tensor, *_: Any) -> Tensor:
         return _InputProduct.apply(dx, *ctx.saved_tensors)
-
-
-def _head_and_factor_of_tail(spectra: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """g (r, size) and f () for the spectra of [g, 0, f g]."""
-    rows = torch.fft.irfft(spectra, n=transformed_length(spectra))
-    head, tail = rows[:, :size], rows[:, -size:]
-    return head, (head * tail).sum() / head.square().sum().clamp(min=torch.finfo(head.dtype).tiny)
 
 
 def _sum_of_ranks(spectra: Tensor) -> Tensor:

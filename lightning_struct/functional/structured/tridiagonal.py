@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from torch.nn import functional as F
 
 from lightning_struct.functional.checks import checked
 from lightning_struct.functional.structured import arguments
-from lightning_struct.functional.structured.cost_model import LARGEST_PREPARED_MATRIX, choose_tridiagonal_method
 from lightning_struct.functional.structured.operators import TridiagonalOperator, krylov_product
 from lightning_struct.functional.torch_tools import denormals_flushed, opaque_operator
 
@@ -43,33 +41,12 @@ METHODS = ("recurrence", "giant_steps")
 GIANT_STEP = 16
 
 
-@dataclass(frozen=True)
-class TridiagonalFactors:
-    """M by A, B', G and H: a :class:`~.prepared.PreparedMatrix`.
+def tridiagonal_method(device: torch.device) -> str:
+    """The method for operators on a device: ``"recurrence"`` on a CPU, elsewhere ``"giant_steps"``.
 
-    Args:
-        a: subdiagonal, diagonal, superdiagonal and corners of A.
-        b: those of B'.
-        G: (m, r).
-        H: (n, r).
+    On a CPU both take about as long at small ranks, giant steps longer at large ones, the recurrence keeps more digits.
     """
-
-    a: tuple[Tensor, ...]
-    b: tuple[Tensor, ...]
-    G: Tensor
-    H: Tensor
-
-    @staticmethod
-    def of(a: TridiagonalOperator, b: TridiagonalOperator, G: Tensor, H: Tensor) -> TridiagonalFactors:
-        """The factors of the matrix of :func:`tridiagonal_matmul`."""
-        tensors = tuple(_tensors(a, b))
-        return TridiagonalFactors(tensors[:4], tensors[4:], G, H)
-
-    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return m * n <= LARGEST_PREPARED_MATRIX
-
-    def matmul(self, x: Tensor) -> Tensor:
-        return tridiagonal_matmul(*_operators([*self.a, *self.b]), self.G, self.H, x)
+    return "recurrence" if device.type == "cpu" else "giant_steps"
 
 
 @checked
@@ -84,7 +61,7 @@ def tridiagonal_matmul(
         G: (m, r).
         H: (n, r).
         x: (..., n).
-        method: ``"recurrence"``, ``"giant_steps"``, or ``"auto"``, by :func:`choose_tridiagonal_method`.
+        method: ``"recurrence"``, ``"giant_steps"``, or ``"auto"``: see :func:`tridiagonal_method`.
 
     Returns:
         (..., m), in the dtype to which those of all arguments promote; it is computed in float32 at least.
@@ -180,7 +157,7 @@ def _krylov_rows(
     arguments.require_generators(G, H, a.size, b.size)
     arguments.require_one_of("method", method, ("auto", *METHODS))
     if method == "auto":
-        method = choose_tridiagonal_method(G.device)
+        method = tridiagonal_method(G.device)
     bands = [_bands(a), _bands(b)]
     dtype = arguments.promoted_dtype(*bands, G, H, *others)
     if dtype.is_complex:

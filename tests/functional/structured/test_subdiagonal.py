@@ -101,7 +101,7 @@ def cases(shapes, corners):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "dtype"), [*((m, torch.float64) for m in ("auto", "dense", "tree")), ("auto", torch.float32)]
+    ("method", "dtype"), [*((m, torch.float64) for m in ("auto", "tree")), ("auto", torch.float32)]
 )
 def test_small_matrices_are_the_definition(method, dtype):
     of = cases(SMALL, [0.7]) + cases([(20, 20), (5, 7)], CORNERS)
@@ -134,22 +134,20 @@ def test_a_tree_of_several_levels():
 
 
 @pytest.mark.parametrize(
-    "family, n, dtype, rows, expected",
+    "family, sizes, dtype, expected",
     [
-        ("near one", 64, torch.float32, 1, "krylov"),
-        ("near one", 784, torch.float32, 1, "scaled"),
-        ("near one", 4096, torch.float32, 1, "scaled"),
-        ("uniform", 784, torch.float32, 64, "scaled_float64"),
-        ("uniform", 784, torch.float64, 64, "tree"),
-        ("normal", 784, torch.float32, 64, "tree"),
-        ("normal", 8192, torch.float32, 64, "tree"),
-        ("zeros", 100, torch.float64, 64, "dense"),
-        ("zeros", 8192, torch.float64, 64, "tree"),
+        ("near one", (784, 784), torch.float32, "scaled"),
+        ("near one", (600, 4096), torch.float32, "scaled"),
+        ("near one", (1, 2), torch.float32, "scaled"),
+        ("uniform", (784, 784), torch.float32, "scaled_float64"),
+        ("uniform", (784, 784), torch.float64, "tree"),
+        ("normal", (784, 784), torch.float32, "tree"),
+        ("zeros", (100, 300), torch.float64, "tree"),
     ],
 )
-def test_auto_takes_the_fastest_method_that_keeps_the_digits(family, n, dtype, rows, expected):
-    inputs, _ = parameters(family, n, n, 0.7)
-    assert choose_subdiagonal_method(*(tensor.to(dtype) for tensor in inputs[:4]), rank=1, batch=rows) == expected
+def test_auto_takes_the_fastest_method_that_keeps_the_digits(family, sizes, dtype, expected):
+    inputs, _ = parameters(family, *sizes, 0.7)
+    assert choose_subdiagonal_method(*(tensor.to(dtype) for tensor in inputs[:4])) == expected
 
 
 def test_an_unknown_method_is_refused():
@@ -220,22 +218,6 @@ def test_the_prepared_matrix_computes_the_same(method, shape):
     torch.testing.assert_close(prepared.matmul(x), definition(*inputs[:6], x), rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("method", SUBDIAGONAL_METHODS)
-def test_the_prepared_matrix_can_be_exported(method):
-    inputs, _ = parameters("near one", 6, 8, 0.7)
-
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.prepared = prepare_subdiagonal(*inputs[:6], method=method)
-
-        def forward(self, x):
-            return self.prepared.matmul(x)
-
-    exported = torch.export.export(Layer().eval(), (inputs[6],)).module()
-    torch.testing.assert_close(exported(inputs[6]), definition(*inputs))
-
-
 @pytest.mark.parametrize("method", ["auto", *SUBDIAGONAL_METHODS])
 @pytest.mark.parametrize("leading", [(), (2, 3), (0,)])
 def test_any_leading_shape(method, leading):
@@ -264,7 +246,7 @@ def test_the_scaled_method_refuses_a_zero():
         lambda: subdiagonal_matmul(*inputs, method="scaled"),
         lambda: prepare_subdiagonal(*inputs[:6], method="scaled"),
     ):
-        with pytest.raises(ValueError, match=r'b_subdiagonal\[3\] is 0: use method="tree" or method="dense"'):
+        with pytest.raises(ValueError, match=r'b_subdiagonal\[3\] is 0: use method="tree"'):
             call()
     stack = torch.stack([inputs[2], torch.ones_like(inputs[2])])  # in which zeros cannot be looked for
     product = torch.func.vmap(lambda b: subdiagonal_matmul(*inputs[:2], b, *inputs[3:], method="scaled"))(stack)
@@ -286,17 +268,17 @@ def test_operators_of_wrong_shapes_and_dtypes_are_refused(position, name):
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("method", ["dense", "tree"])
 @pytest.mark.parametrize("corner", [0.0, 1.0])
 @pytest.mark.parametrize("growth", [0.09, -0.09])
-def test_powers_of_one_operator_may_overflow_where_those_of_the_other_vanish(method, corner, growth):
+def test_powers_of_one_operator_may_overflow_where_those_of_the_other_vanish(corner, growth):
     n, generator = 1024, torch.Generator().manual_seed(0)
     a, b = (
         (0.05 * torch.randn(n - 1, generator=generator) + trend).exp().requires_grad_() for trend in (growth, -growth)
     )
     corner = torch.tensor(corner)
     G, H, x = (torch.randn(size, generator=generator) for size in ((n, 1), (n, 1), (1, n)))
-    expected = subdiagonal_matmul(*(t.detach().double() for t in (a, corner, b, corner, G, H, x)), method="dense")
-    product = subdiagonal_matmul(a, corner, b, corner, G, H, x, method=method)
-    assert (product - expected).norm() < 1e-5 * expected.norm()
-    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(product.sum(), (a, b)))
+    expected = by_rows(*(t.detach().double() for t in (a, corner, b, corner, G, H, x)))
+    inputs = (a, corner, b, corner, G, H, x)
+    for product in (subdiagonal_matmul(*inputs, method="tree"), by_rows(*inputs)):
+        assert (product - expected).norm() < 1e-5 * expected.norm()
+        assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(product.sum(), (a, b)))

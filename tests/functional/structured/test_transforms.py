@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from lightning_struct.functional.structured import transforms
-from lightning_struct.functional.structured.operators import DiagonalOperator, DisplacementOperator, ShiftOperator
+from lightning_struct.functional.structured.operators import DisplacementOperator, ShiftOperator, as_operator
 from lightning_struct.functional.structured.transforms import (
     cauchy_like_matmul,
     circulant_matmul,
@@ -55,7 +55,7 @@ def hankel_like(m: int, n: int) -> tuple[list[Tensor], Tensor]:
 
 def vandermonde_like(m: int, n: int) -> tuple[list[Tensor], Tensor]:
     G, H = generators(m, n)
-    return [nodes(m), G, H], krylov_sum(DiagonalOperator(nodes(m)), ShiftOperator(n, 0.0), G, H, n)
+    return [nodes(m), G, H], krylov_sum(as_operator(torch.diag(nodes(m))), ShiftOperator(n, 0.0), G, H, n)
 
 
 def cauchy_like(m: int, n: int) -> tuple[list[Tensor], Tensor]:

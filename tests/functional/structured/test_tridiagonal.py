@@ -5,9 +5,12 @@ import torch
 from torch import Tensor
 from torch.func import grad, hessian, jacrev, vmap
 
-from lightning_struct.functional.structured.cost_model import choose_tridiagonal_method
 from lightning_struct.functional.structured.operators import TridiagonalOperator
-from lightning_struct.functional.structured.tridiagonal import tridiagonal_matmul, tridiagonal_to_dense
+from lightning_struct.functional.structured.tridiagonal import (
+    tridiagonal_matmul,
+    tridiagonal_method,
+    tridiagonal_to_dense,
+)
 
 METHODS = ["recurrence", "giant_steps"]
 # Shorter and longer than a giant step, with blocks of one and of two lengths.
@@ -185,8 +188,8 @@ def test_the_mode_of_denormal_numbers_is_left_as_it_was(flushed):
 
 
 def test_the_method_is_chosen_by_the_device():
-    assert choose_tridiagonal_method(torch.device("cpu")) == "recurrence"
-    assert choose_tridiagonal_method(torch.device("cuda")) == "giant_steps"
+    assert tridiagonal_method(torch.device("cpu")) == "recurrence"
+    assert tridiagonal_method(torch.device("cuda")) == "giant_steps"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_struct.functional.checks import checked
 from lightning_struct.functional.jacobian.derivatives import laplacian, partial_derivatives
-from lightning_struct.utilities.checks import check, check_counts
+from lightning_struct.utilities.checks import check, check_counts, is_count
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 # Points (n, d) to values (n,), or (n, k) for k unknown functions, each row by itself.
@@ -211,8 +211,8 @@ class DifferentialEquation(ABC):
         time: index of the coordinate that is time, if the equation is to be solved in intervals of time, one after
             another, from the block ``"initial"`` on. The conditions of that block hold at the beginning, are linear in
             u, and depend on the point by its other coordinates alone; all others hold at all times. None by default.
-        periodic: coordinates in which the solution is periodic, with the domain as its period, for an equation with
-            ``time``. None by default.
+        periodic: coordinates in which the solution is periodic, with the domain as its period. None by default.
+        unknowns: number of unknown functions; 1 by default.
 
     Example:
         An oscillator u'' + u = 0 with u = 0 and u' = 1 at time 0:
@@ -234,6 +234,7 @@ class DifferentialEquation(ABC):
     coordinates: tuple[str, ...]
     time: int | None = None
     periodic: Sequence[int] = ()
+    unknowns: int = 1
 
     @abstractmethod
     def residual(self, block: str, u: Field, points: Tensor) -> Tensor:
@@ -290,16 +291,18 @@ def check_equation(equation: object) -> None:
             f"{type(equation).__name__} has no {' and no '.join(missing)}: set them in the class, as "
             "domain = Box([0.0], [1.0]) and regions = {'interior': domain}"
         )
-    if (time := equation.time) is None:
-        return
     name, dimension = type(equation).__name__, equation.domain.dimension
-    if not 0 <= time < dimension or not set(equation.periodic) <= set(range(dimension)) - {time}:
+    check(f"unknowns of {name}", equation.unknowns, is_count(equation.unknowns), "a whole number >= 1")
+    given = [*equation.periodic] if equation.time is None else [equation.time, *equation.periodic]
+    if len(set(given)) < len(given) or not set(given) <= set(range(dimension)):
         raise MisconfigurationException(
-            f"{name} has time={time} and periodic={equation.periodic}, which must be different ones of the coordinates "
-            f"0 to {dimension - 1} of its domain"
+            f"{name} has time={equation.time} and periodic={equation.periodic}, which must be different ones of the "
+            f"coordinates 0 to {dimension - 1} of its domain"
         )
-    if "initial" not in equation.regions:
-        raise MisconfigurationException(f"{name} has time={time}, but no block 'initial' of conditions to begin with")
+    if equation.time is not None and "initial" not in equation.regions:
+        raise MisconfigurationException(
+            f"{name} has time={equation.time}, but no block 'initial' of conditions to begin with"
+        )
 
 
 class Poisson(DifferentialEquation):

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce
 from lightning_struct.data.equations import DifferentialEquation, check_equation
+from lightning_struct.functional.checks import first_line
 from lightning_struct.functional.jacobian.derivatives import (
     Derivatives,
+    Periodic,
     periodic_inputs,
     tanh_network_derivatives,
     tanh_network_laplacian,
@@ -29,12 +31,14 @@ _OF_CONDITIONS = 10.0
 
 
 class TanhNetwork(nn.Module):
-    """A function of points: fully connected layers with tanh between them, and one output.
+    """A function of points: fully connected layers with tanh between them.
 
     Args:
         dimension: coordinates of a point.
         hidden_sizes: units of the hidden layers.
-        periodic: coordinates x with period 2: the layers see cos πjx and sin πjx, j = 1 to 4, in their place.
+        periodic: the periods p of coordinates x by their indices, or the indices of those with period 2: the layers see
+            cos 2πjx/p and sin 2πjx/p, j = 1 to 4, in their place.
+        outputs: k, the number of unknown functions.
 
     Example:
         >>> network = TanhNetwork(2, [20, 20, 20])
@@ -42,16 +46,16 @@ class TanhNetwork(nn.Module):
         (torch.Size([5]), 921)
     """
 
-    def __init__(self, dimension: int, hidden_sizes: Sequence[int], periodic: Sequence[int] = ()) -> None:
+    def __init__(self, dimension: int, hidden_sizes: Sequence[int], periodic: Periodic = (), outputs: int = 1) -> None:
         super().__init__()
-        self.periodic = tuple(periodic)
+        self.periodic: Periodic = dict(periodic) if isinstance(periodic, Mapping) else tuple(periodic)
         inputs = periodic_inputs(torch.zeros(1, dimension), self.periodic).shape[1]
-        sizes = [inputs, *hidden_sizes, 1]
+        sizes = [inputs, *hidden_sizes, outputs]
         layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.Tanh())]
         self.layers = nn.Sequential(*layers[:-1])
 
     def forward(self, points: Tensor) -> Tensor:
-        """Values (n,) at points (n, d)."""
+        """Values (n,) at points (n, d), or (n, k) of several functions."""
         return self.layers(periodic_inputs(points, self.periodic) if self.periodic else points).squeeze(-1)
 
     def partial_derivatives(
@@ -131,13 +135,13 @@ class IntervalNetwork(nn.Module):
         rates = 2 * (1 + (intervals - 1) * is_time) / (high - low)
         # numbers whatever the dtype of the network: an interval ends where the next one begins
         self._scales = [scale.tolist() for scale in (low, rates, 2 * is_time)]
-        self.current = TanhNetwork(equation.domain.dimension, hidden_sizes, equation.periodic)
+        self.current = TanhNetwork(equation.domain.dimension, hidden_sizes, equation.periodic, equation.unknowns)
         self.last = _with_fixed_weights(self.current)
         self.finished = nn.ModuleList(_with_fixed_weights(self.current) for _ in range(intervals - 1))
         self.register_buffer("number", torch.zeros((), dtype=torch.long))
 
     def forward(self, points: Tensor) -> Tensor:
-        """Values (n,) at points (n, d); after the interval that is trained they are those of its network."""
+        """Values (n,) or (n, k) at points (n, d); after the interval that is trained they are those of its network."""
         return self._chosen(points, [u(points) for u in self._functions()])
 
     def partial_derivatives(
@@ -153,14 +157,15 @@ class IntervalNetwork(nn.Module):
         """Residuals by block of the network that is trained, at points of the domain moved into its interval.
 
         Those of conditions are multiplied by ten, or by (1/length of an interval)ᵏ if that is more and the block
-        ``"initial"`` has k conditions for each point: so large are k-th derivatives in time beside the values.
+        ``"initial"`` has k conditions for each unknown at a point: so large are k-th derivatives in time beside the
+        values.
         """
         moved = {block: self._moved(at) for block, at in points.items()}
         residuals = equation.residuals(self._interval(self.current, self.number), moved)
         if "initial" in residuals:
             last = equation.residual("initial", self._interval(self.last, self.number - 1), moved["initial"])
             residuals["initial"] = residuals["initial"] - (self.number > 0) * last
-        order = residuals["initial"][0].numel() if "initial" in residuals else 1
+        order = -(-residuals["initial"][0].numel() // equation.unknowns) if "initial" in residuals else 1
         factor = max(_OF_CONDITIONS, self._length**-order)
         return {block: r if block == "interior" else factor * r for block, r in residuals.items()}
 
@@ -191,7 +196,8 @@ class IntervalNetwork(nn.Module):
         """Select, from values by interval, those at the times of the points."""
         chosen = values[0]
         for number, of_interval in enumerate(values[1:], start=1):
-            chosen = torch.where(points[:, self.time] >= self._begin + number * self._length, of_interval, chosen)
+            is_later = points[:, self.time] >= self._begin + number * self._length
+            chosen = torch.where(is_later if chosen.dim() == 1 else is_later[:, None], of_interval, chosen)
         return chosen
 
 
@@ -348,10 +354,28 @@ class PhysicsInformedNetwork(Task):
 
 
 def make_network(equation: DifferentialEquation, hidden_sizes: Sequence[int]) -> TanhNetwork | IntervalNetwork:
-    """The network for an equation: in intervals of time, if it has one."""
+    """The network for an equation: in intervals of time, if it has one.
+
+    Raises:
+        MisconfigurationException: the residuals cannot be computed with so many unknown functions.
+    """
+    domain = equation.domain
+    network: TanhNetwork | IntervalNetwork
     if equation.time is None:
-        return TanhNetwork(equation.domain.dimension, hidden_sizes)
-    return IntervalNetwork(equation, hidden_sizes)
+        periods = {i: (domain.high - domain.low)[i].item() for i in equation.periodic}
+        network = TanhNetwork(domain.dimension, hidden_sizes, periods, equation.unknowns)
+    else:
+        network = IntervalNetwork(equation, hidden_sizes)
+    generator = torch.Generator().manual_seed(0)
+    points = {block: region.sample(7, generator) for block, region in equation.regions.items()}
+    try:
+        equation.residuals(deepcopy(network).double(), points)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise MisconfigurationException(
+            f"the residuals of {type(equation).__name__} cannot be computed with unknowns={equation.unknowns}: set the "
+            f"number of functions in the class ({first_line(error)})"
+        ) from error
+    return network
 
 
 def shf_of_residuals(module: nn.Module) -> SHF:

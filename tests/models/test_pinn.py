@@ -372,3 +372,49 @@ def test_intervals_need_the_number_of_steps(tmp_path):
 def test_intervals_of_an_equation_without_time_are_refused():
     with pytest.raises(MisconfigurationException, match="Poisson has no time .* set time in the class"):
         IntervalNetwork(Poisson(2), [4])
+
+
+class Pair(DifferentialEquation):
+    """Two functions of the place on a ring of length 6, and of time: u_t = u_xx and v_t = v_xx."""
+
+    domain, coordinates, periodic, unknowns = Box([0.0, 0.0], [6.0, 1.0]), ("x", "t"), (0,), 2
+    regions: ClassVar = {"interior": domain, "initial": Box([0.0, 0.0], [6.0, 0.0])}
+
+    def residual(self, block, u, points):
+        if block == "initial":
+            return u(points) - torch.stack([points[:, 0].cos(), points[:, 0].sin()], dim=1)
+        _, first, second = partial_derivatives(u, points, once=[1], twice=[0])
+        return first[1] - second[0]
+
+
+class PairInTime(Pair):
+    time = 1
+
+
+@pytest.mark.parametrize("equation", [Pair(), PairInTime()], ids=["once", "in intervals"])
+def test_several_unknowns_are_one_network_with_derivatives_by_torch(equation):
+    torch.manual_seed(0)
+    network = SHFPhysicsInformedNetwork(equation, [5, 4]).double().network
+    ends = torch.tensor([[0.0, 0.3], [6.0, 0.3]], dtype=torch.float64)
+    torch.testing.assert_close(network(ends)[0], network(ends)[1])
+    points = equation.domain.sample(7, torch.Generator().manual_seed(0))
+    expected = equation.residual("interior", lambda x: network(x), points)  # its derivatives by torch
+    torch.testing.assert_close(equation.residual("interior", network, points), expected)
+    assert network(points).shape == expected.shape == (7, 2)
+
+
+def test_intervals_of_several_unknowns_are_trained(tmp_path):
+    equation = PairInTime()
+    model = SHFPhysicsInformedNetwork(equation, network=IntervalNetwork(equation, [6], intervals=2))
+    data = PointsDataModule(equation, {"interior": 30, "initial": 20}, steps_per_epoch=6, eval_count=20)
+    trainer = make_trainer(tmp_path, max_steps=6, precision="64-true")
+    trainer.fit(model, datamodule=data)
+    assert model.network.number == 1 and trainer.callback_metrics["val_loss"] < 0.5
+
+
+def test_a_wrong_number_of_unknowns_is_named():
+    class Forgotten(PairInTime):
+        unknowns = 1
+
+    with pytest.raises(MisconfigurationException, match="Forgotten cannot be computed with unknowns=1.*in the class"):
+        SHFPhysicsInformedNetwork(Forgotten(), [6])

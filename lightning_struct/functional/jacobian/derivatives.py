@@ -19,6 +19,8 @@ _HARMONICS = 4
 
 
 _ByCoordinate: TypeAlias = Mapping[int, Tensor]
+# Periods by coordinate, or coordinates with period 2.
+Periodic: TypeAlias = Mapping[int, float] | Sequence[int]
 
 
 class _Derivatives(NamedTuple):
@@ -159,7 +161,7 @@ def tanh_network_derivatives(
     once: Sequence[int],
     twice: Sequence[int],
     thrice: Sequence[int] = (),
-    periodic: Sequence[int] = (),
+    periodic: Periodic = (),
 ) -> Derivatives:
     """Derivatives of ``Linear`` layers with ``Tanh`` between them, carried from layer to layer.
 
@@ -167,7 +169,7 @@ def tanh_network_derivatives(
     product, the first one at no cost for each point.
 
     Args:
-        layers: ``Linear`` and ``Tanh``, the last with one output.
+        layers: ``Linear`` and ``Tanh``.
         points: (n, d).
         once: coordinates of first derivatives.
         twice: coordinates of first and second derivatives.
@@ -186,12 +188,12 @@ def tanh_network_derivatives(
 
 
 def tanh_network_laplacian(
-    layers: Sequence[nn.Module], points: Tensor, coordinates: Sequence[int], periodic: Sequence[int] = ()
+    layers: Sequence[nn.Module], points: Tensor, coordinates: Sequence[int], periodic: Periodic = ()
 ) -> Tensor:
-    """:func:`laplacian` of such layers, carried as one sum: (n,).
+    """:func:`laplacian` of such layers, carried as one sum: (n,), or (n, k) for k outputs.
 
     Args:
-        layers: ``Linear`` and ``Tanh``, the last with one output.
+        layers: ``Linear`` and ``Tanh``.
         points: (n, d).
         coordinates: those of space, at least one.
         periodic: coordinates that the layers see as :func:`periodic_inputs` has them.
@@ -205,21 +207,22 @@ def tanh_network_laplacian(
     return parts[2][0]
 
 
-def periodic_inputs(points: Tensor, periodic: Sequence[int], along: int | None = None, order: int = 0) -> Tensor:
-    """Points with cos πjx and sin πjx, j = 1 to 4, in place of each coordinate x with period 2: (n, d + 7 periodic).
+def periodic_inputs(points: Tensor, periodic: Periodic, along: int | None = None, order: int = 0) -> Tensor:
+    """Points with cos 2πjx/p and sin 2πjx/p, j = 1 to 4, in place of coordinates x with period p: (n, d + 7 periodic).
 
     Args:
         points: (n, d).
-        periodic: the coordinates with period 2.
+        periodic: the periods by coordinate, or the coordinates with period 2.
         along: coordinate of the derivative; None for the values themselves.
         order: of the derivative.
     """
-    waves = math.pi * torch.arange(1, _HARMONICS + 1, device=points.device, dtype=points.dtype)
+    harmonics = torch.arange(1, _HARMONICS + 1, device=points.device, dtype=points.dtype)
     inputs = []
     for i, x in enumerate(points.split(1, dim=1)):
         if along is not None and along % points.shape[1] != i:
             inputs.append(x.new_zeros(len(x), 2 * _HARMONICS if i in periodic else 1))
         elif i in periodic:
+            waves = 2 * math.pi / (periodic[i] if isinstance(periodic, Mapping) else 2.0) * harmonics
             angles = x * waves + order * math.pi / 2  # each derivative turns cosine and sine by a quarter
             inputs += [waves**order * angles.cos(), waves**order * angles.sin()]
         else:
@@ -233,9 +236,11 @@ def _through_tanh_network(
     coordinates: Sequence[int],
     of_squares: Callable[[Tensor], Tensor],
     thrice: int,
-    periodic: Sequence[int],
+    periodic: Periodic,
 ) -> list[Tensor]:
     """Values (1, n), first derivatives (k, n), second derivatives or sums of them (c, n), and third ones, if any.
+
+    All have the outputs as another dimension, if there are several.
 
     Args:
         layers, points, periodic: see :func:`tanh_network_derivatives`.
@@ -277,7 +282,7 @@ def _through_tanh_network(
             of_points = True
         else:
             raise TypeError(f"only Linear and Tanh are differentiated so, not {type(layer).__name__}")
-    return [part.squeeze(-1).expand(-1, len(points)) for part in parts]
+    return [part.expand(-1, len(points), -1).squeeze(-1) for part in parts]
 
 
 def _check_coordinates(points: Tensor, **given: Sequence[int]) -> None:

@@ -14,9 +14,6 @@ ships as ``pydoc_data.topics``, in 2,000 steps of 8 texts of 32 characters; rate
 Each way takes the largest adapter of its kind that has no more parameters than low rank of 1 or 2. Its learning rate
 is the best for the turned digits or for the text, on samples that are neither trained nor tested on, for each network
 and budget. Rates are two to a decade; the search goes on from the best one until both of its neighbours are worse.
-
-``--approximation`` has instead how near each class comes to the update of a full fine-tuning, at equal numbers of
-parameters.
 """
 
 from __future__ import annotations
@@ -41,7 +38,6 @@ from harness import (
     RESULTS,
     Run,
     load_runs,
-    machine_line,
     make_directory,
     make_parser,
     print_header,
@@ -54,7 +50,6 @@ from harness import (
 )
 from lightning_struct.data.larochelle import vary_digits
 from lightning_struct.nn import (
-    STRUCTURED_CLASSES,
     Circulant,
     LDRSubdiagonal,
     LowRank,
@@ -63,7 +58,6 @@ from lightning_struct.nn import (
     adapter_parameter_groups,
     add_adapters,
 )
-from lightning_struct.nn.updates import rudin_shapiro_signs
 
 Sample = tuple[Tensor, Tensor]
 SIDE = 16
@@ -316,7 +310,6 @@ WAYS: dict[str, Callable] = {
         lambda rank: partial(RandomizedHadamard, terms=2 * rank - 1), diagonals=("outputs", "outputs")
     ),
     "LoRA": of_peft("LoraConfig", lambda width, rank: {"r": rank, "lora_alpha": 2 * rank}),
-    "rsLoRA": of_peft("LoraConfig", lambda width, rank: {"r": rank, "lora_alpha": 2 * rank, "use_rslora": True}),
     "C3A": of_peft("C3AConfig", lambda width, rank: {"block_size": width // (2 * rank)}),
     "OFT": of_peft("OFTConfig", lambda width, rank: {"r": 0, "oft_block_size": 4 * rank}),
     "VeRA": of_peft("VeraConfig", lambda width, rank: {"r": (2 * rank - 1) * width}),
@@ -324,21 +317,9 @@ WAYS: dict[str, Callable] = {
 }
 
 
-def of_class(layer_class: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """The class with its defaults, or so many entries as a low rank of 1 has numbers."""
-    if layer_class is not STRUCTURED_CLASSES["PrunedLinear"]:
-        return layer_class
-    return lambda n, m, bias: layer_class(n, m, parameters=n + m, bias=bias)
-
-
-OF_CLASSES: dict[str, Callable] = {
-    name: of_ours(lambda rank, made=layer_class: of_class(made)) for name, layer_class in STRUCTURED_CLASSES.items()
-}
-
-
 # Learned operators double the parameters: in all layers they need the budget of rank 2.
-LEFT_OUT = (("LDR-SD", 1), ("LDR-SD by diagonals", 1), ("rsLoRA", 1))
-FIRST_RATE = {"C3A": 3.0, "LoRA": 1e-2, "rsLoRA": 1e-2}
+LEFT_OUT = (("LDR-SD", 1), ("LDR-SD by diagonals", 1))
+FIRST_RATE = {"C3A": 3.0, "LoRA": 1e-2}
 
 
 def run_way(
@@ -346,7 +327,7 @@ def run_way(
 ) -> Run:
     """Adapt a copy of the network, and test it."""
     torch.manual_seed(seed)
-    adapted, groups = (WAYS | OF_CLASSES)[way](copy.deepcopy(network), rank, rate)
+    adapted, groups = WAYS[way](copy.deepcopy(network), rank, rate)
     parameters = sum(parameter.numel() for group in groups for parameter in group["params"])
     start = time.process_time()
     fit(adapted, groups, sample, steps, seed, getattr(network, "batch", BATCH))  # type: ignore[arg-type]
@@ -375,17 +356,11 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
             best_one = RATES.index(best_rates(load_runs(results))[name, way, rank])
             around = [i for i in (best_one - 1, best_one + 1) if 0 <= i < len(RATES) and RATES[i] not in tried]
     best = best_rates(load_runs(results))
-    if arguments.rates:
-        print_rates(load_runs(results), cells)
-        return
     jobs = [(*c, shift, seed) for seed in arguments.seeds for c in cells for shift in shifts_of(c[0], arguments.shifts)]
     for name, way, rank, shift, seed in progress(jobs, len(jobs), "shifts"):
         train, _, test = data[shift]
         key = {"kind": "shift", "network": name, "way": way, "rank": rank, "shift": shift, "seed": seed}
         rate = best[name, way, rank]
-        if arguments.lower_rates:
-            key["kind"] = "lower"
-            rate = RATES[max(RATES.index(rate) - 1, 0)]
         steps = NETWORKS[name].steps
         run = partial(run_way, way, networks[name], steps, rank, rate, train, test, seed)
         run_once(results, run_name(*key.values()), lambda key=key, run=run, rate=rate: key | {"rate": rate} | run())
@@ -420,18 +395,7 @@ def best_rates(runs: Sequence[Run]) -> dict[tuple[str, str, int], float]:
     return {cell: run["rate"] for cell, run in best.items()}
 
 
-def print_rates(runs: Sequence[Run], cells: Sequence[tuple[str, str, int]]) -> None:
-    """A table of the rates that were tried, by the samples that choose one."""
-    print_header("network", "way", "parameters", "best rate", "tried")
-    for cell in cells:
-        of_cell = sorted((r for r in runs if r["kind"] == "rate" and cell_of(r) == cell), key=lambda run: run["rate"])
-        tried = ", ".join(f"{run['rate']:g}: {abs(quality(run)):.4g}" for run in of_cell)
-        print_row(cell[0], cell[1], f"{of_cell[0]['parameters']:,}", f"{best_rates(runs)[cell]:g}", tried)
-    print()
-    print_machines(runs)
-
-
-def report(runs: Sequence[Run], networks: Sequence[str], shifts: Sequence[str], kind: str) -> None:
+def report(runs: Sequence[Run], networks: Sequence[str], shifts: Sequence[str]) -> None:
     """A table for each network and budget: the median of the seeds for each shift, and the mean over shifts.
 
     The mean is that of the seeds that have all shifts. Of texts the table has the loss.
@@ -442,7 +406,7 @@ def report(runs: Sequence[Run], networks: Sequence[str], shifts: Sequence[str], 
         of_network = [run for run in runs if run["kind"] == "before" and run["network"] == name]
         before = {run["shift"]: abs(quality(run)) for run in of_network}
         for rank in RANKS:
-            chosen = [r for r in runs if r["kind"] == kind and r["network"] == name and r["rank"] == rank]
+            chosen = [r for r in runs if r["kind"] == "shift" and r["network"] == name and r["rank"] == rank]
             chosen = [r for r in chosen if r["shift"] in shifts]
             if not chosen:
                 continue
@@ -471,86 +435,21 @@ def summary(way: str, runs: Sequence[Run], shifts: Sequence[str]) -> list[str]:
     return [way, f"{first['parameters']:,}", f"{first['rate']:g}", *cells, mean, f"{seconds:.1f}"]
 
 
-# --- approximation ----------------------------------------------------------------------------------------------------
-
-
-def approximate(arguments: argparse.Namespace, results: Path) -> None:
-    """Print the relative errors of the nearest members of each class to the updates of a full fine-tuning."""
-    network = trained_before("perceptron", arguments.data_dir, results)
-    assert isinstance(network, Perceptron)
-    print_header("class", "parameters of a layer", *arguments.shifts)
-    updates: dict[str, list[Tensor]] = {}
-    for shift in arguments.shifts:
-        tuned = copy.deepcopy(network)
-        groups = [{"params": [tuned.get_submodule(layer).weight for layer in tuned.adapted], "lr": 1e-3}]
-        fit(tuned, groups, shifted(arguments.data_dir, shift)[0], network.steps, 0)
-        before, after = (dict(model.named_parameters()) for model in (network, tuned))
-        updates[shift] = [(after[f"{n}.weight"] - before[f"{n}.weight"]).detach() for n in network.adapted]
-    signs = rudin_shapiro_signs(256).float()
-    for rank in RANKS:
-        nearest: dict[str, Callable[[Tensor], float]] = {
-            "low rank": lambda update, rank=rank: error(LowRank, update, rank),
-            "Toeplitz-like": lambda update, rank=rank: error(ToeplitzLike, signs[:, None] * update * signs, rank),
-            "C3A": lambda update, rank=rank: circulant_blocks_error(update, 128 // rank),
-            "LoKr": lambda update, rank=rank: kronecker_error(update, 16),
-        }
-        if rank > 1:
-            nearest["LDR-SD"] = lambda update, rank=rank: error(
-                LDRSubdiagonal, signs[:, None] * update * signs, rank - 1
-            )
-            del nearest["LoKr"]
-        for name, measured in nearest.items():
-            errors = [statistics.mean(measured(update) for update in updates[shift]) for shift in arguments.shifts]
-            print_row(name, 512 * rank, *(f"{value:.3f}" for value in errors))
-    print(f"\n{machine_line()}")
-
-
-def error(layer_class: type, update: Tensor, rank: int) -> float:
-    """‖M - Δ‖ / ‖Δ‖ of the nearest M that is found."""
-    linear = nn.Linear(*update.shape, bias=False)
-    linear.weight = nn.Parameter(update)
-    return layer_class.from_linear(linear, rank=rank, refine=40).approximation_error
-
-
-def circulant_blocks_error(update: Tensor, size: int) -> float:
-    """The nearest matrix of circulant blocks: means over the wrapped diagonals of each block."""
-    blocks = update.unflatten(0, (-1, size)).unflatten(2, (-1, size)).transpose(1, 2).double()
-    place = (torch.arange(size)[:, None] - torch.arange(size)) % size
-    wrapped = torch.stack([blocks[..., place == k].mean(-1) for k in range(size)], -1)
-    return float((wrapped[..., place] - blocks).norm() / blocks.norm())
-
-
-def kronecker_error(update: Tensor, size: int) -> float:
-    """The nearest Kronecker product of two matrices of that size (Van Loan and Pitsianis)."""
-    rearranged = update.unflatten(0, (size, size)).unflatten(2, (size, size)).permute(0, 2, 1, 3).reshape(size**2, -1)
-    values = torch.linalg.svdvals(rearranged.double())
-    return float(values[1:].norm() / values.norm())
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--data-dir", default="data", help="where the files of MNIST and USPS are")
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=["perceptron", "transformer"])
-    parser.add_argument("--ways", nargs="+", choices=[*WAYS, *OF_CLASSES], default=list(WAYS))
-    parser.add_argument("--rates", action="store_true", help="search for rates alone, and print them")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, default=[1, 2], help="budgets, of low rank")
-    parser.add_argument("--lower-rates", action="store_true", help="all by the rate below the best one")
     parser.add_argument("--shifts", nargs="+", choices=SHIFTS, default=list(SHIFTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--approximation", action="store_true", help="errors of the nearest members of the classes")
     parser.add_argument("--report", action="store_true", help="print what is there, without new runs")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = make_directory(RESULTS / "adapters")
-    if arguments.approximation:
-        approximate(arguments, results)
-        return
     if not arguments.report:
         measure(arguments, results)
-    if arguments.rates:
-        return
-    kind = "lower" if arguments.lower_rates else "shift"
-    report(load_runs(results), arguments.networks, arguments.shifts, kind)
+    report(load_runs(results), arguments.networks, arguments.shifts)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,7 @@ callback does not.
 
 A run ends after so many CPU seconds of training, validations not counted; that with a cosine after its epochs. The loss
 of a run is the lowest validation loss so far, which is what a checkpoint callback would keep; it is measured 32 times
-in a run. The two last tables hold what is claimed: (a) after the same seconds the default is not worse than the user's
-own batch; (b) with ``scale_lr`` the final loss of the best fixed batch is reached in fewer steps and seconds.
+in a run. The last table compares the default with the user's own batch after the same seconds.
 
 Each run is a process of its own with one thread, and is kept in ``--output``: a benchmark that was stopped goes on
 where it was. With three seeds and the default bounds it takes an hour and a half of one core. ``--longer 4`` gives
@@ -348,11 +347,6 @@ def best_until(run: Run, seconds: float = math.inf) -> float:
     return min(point["loss"] for i, point in enumerate(run["points"]) if i == 0 or point["seconds"] <= seconds)
 
 
-def reached(run: Run, loss: float) -> dict[str, float] | None:
-    """The first validation at a loss."""
-    return next((point for point in run["points"] if point["loss"] <= loss), None)
-
-
 def of(runs: Sequence[Run], task: str, way: str) -> list[Run]:
     return [run for run in runs if run["task"] == task and run["way"] == way]
 
@@ -385,7 +379,7 @@ def report(runs: Sequence[Run]) -> None:
                     harness.spread([run["points"][-1]["seconds"] for run in chosen], "{:.0f}"),
                     harness.spread([last_size(run, TASKS[name]) for run in chosen], "{:,.0f}"),
                 )
-    print("\n(a) The user's own batch and the default after the same CPU seconds: loss, seed by seed")
+    print("\nThe user's own batch and the default after the same CPU seconds: loss, seed by seed")
     harness.print_header("task", "own batch", DEFAULT, "difference of medians", "spread of seeds, own batch")
     for name in tasks:
         own, default = ({run["seed"]: run for run in of(runs, name, way)} for way in ("fixed ×1", DEFAULT))
@@ -398,43 +392,6 @@ def report(runs: Sequence[Run]) -> None:
         difference = statistics.median(mine) - statistics.median(theirs)
         losses = [" / ".join(f"{loss:.4f}" for loss in losses) for losses in (theirs, mine)]
         harness.print_row(name, *losses, f"{difference:+.4f}", f"{max(theirs) - min(theirs):.4f}")
-    print("\n(b) To the final loss of the best fixed batch: share of its steps and of its CPU seconds")
-    print("Noise: the batch that the default predicts, over the user's own, in the middle half of the steps; medians")
-    of_ways = [f"{way}: steps, seconds" for way in WAYS[len(FIXED) :]]
-    harness.print_header("task", "best fixed batch", "its loss", "noise", *of_ways)
-    for name in tasks:
-        best = best_fixed(runs, name)
-        if best is None:
-            continue
-        loss = statistics.median(best_until(run) for run in of(runs, name, best))
-        cells = [shares(runs, name, way, best, loss) for way in WAYS[len(FIXED) :]]
-        harness.print_row(name, best, f"{loss:.4f}", predicted_growth(runs, name), *cells)
-
-
-def predicted_growth(runs: Sequence[Run], task: str) -> str:
-    """The batch that the default predicts over the user's own: the noise scale, as far as there are samples."""
-    predicted = [
-        [check["predicted"] for check in run["sizes"] if "predicted" in check] for run in of(runs, task, DEFAULT)
-    ]
-    medians = [
-        statistics.median(checks[len(checks) // 4 : -len(checks) // 4]) for checks in predicted if len(checks) > 3
-    ]
-    return f"{statistics.median(medians) / TASKS[task].batch_size:.1f}" if medians else "-"
-
-
-def shares(runs: Sequence[Run], task: str, way: str, best: str, loss: float) -> str:
-    """Steps and seconds of a way to a loss, over those of the best fixed batch; medians over seeds."""
-    to_there = [reached(run, loss) for run in of(runs, task, way)]
-    there = [point for point in to_there if point is not None]
-    if 2 * len(there) <= len(to_there) or not there:
-        return f"not reached ({len(there)} of {len(to_there)} seeds)"
-    ends = [reached(run, best_until(run)) for run in of(runs, task, best)]
-    cells = []
-    for measure in ("steps", "seconds"):
-        of_best = statistics.median(end[measure] for end in ends if end is not None)
-        mine = sorted(point[measure] for point in there) + [math.inf] * (len(to_there) - len(there))
-        cells.append(f"{statistics.median(mine) / of_best:.2f}")
-    return ", ".join(cells) + ("" if len(there) == len(to_there) else f" ({len(there)} of {len(to_there)} seeds)")
 
 
 def lowest_so_far(run: Run) -> Iterator[float]:

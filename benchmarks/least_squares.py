@@ -23,8 +23,7 @@ said to be so:
 
 Printed is the error after parts of the time, the median over seeds with the lowest and the highest. Where points are
 drawn anew the error moves up and down from step to step; there it is that of the weights with the lowest loss so far on
-points that are not trained on, which are those that ``ModelCheckpoint(monitor="val_loss")`` keeps. The curves are
-drawn, too.
+points that are not trained on, which are those that ``ModelCheckpoint(monitor="val_loss")`` keeps.
 """
 
 from __future__ import annotations
@@ -37,13 +36,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from scipy.integrate import solve_ivp
 from torch import Tensor, nn
 from torch.optim.lbfgs import _strong_wolfe
 
 import harness
-import style
 from lightning_struct.data import AllenCahn, Box, Faces, KortewegDeVries
 from lightning_struct.data.equations import Burgers, DifferentialEquation, Field, Heat, Poisson
 from lightning_struct.data.points import PointDraws
@@ -442,32 +439,6 @@ def print_tables(runs: Sequence[harness.Run]) -> None:
             harness.print_row(method, *cells, steps, len(of_method))
 
 
-@style.readable
-def draw(runs: Sequence[harness.Run]) -> Figure:
-    """The error over seconds, a panel for each problem; where points are drawn anew that of the weights kept so far."""
-    problems = [name for name in PROBLEMS if any(run["problem"] == name for run in runs)]
-    figure = Figure(figsize=(style.WIDTH, 2.4 * math.ceil(len(problems) / 2) + 1), layout="constrained")
-    panels = figure.subplots(math.ceil(len(problems) / 2), 2, squeeze=False).flatten()
-    curves: dict[str, Any] = {}
-    for name, axes in zip(problems, panels, strict=False):
-        for method in METHODS:
-            of_method = [run for run in runs if (run["problem"], run["method"]) == (name, method)]
-            for i, run in enumerate(of_method):
-                seconds = [point["seconds"] for point in run["curve"]]
-                errors = [error_at(run, second) for second in seconds]
-                (line,) = axes.plot(seconds, errors, **style.seed_style(i), color=style.color_of(method))
-                curves.setdefault(method, line)
-        axes.set(title=PROBLEMS[name].title, xscale="log", yscale="log", xlabel="CPU seconds", ylabel="relative error")
-        style.plain_ticks(axes.xaxis)
-        axes.grid()
-    for axes in panels[len(problems) :]:
-        axes.set_axis_off()
-    title = style.explain_seeds({run["seed"] for run in runs})
-    ordered = [method for method in METHODS if method in curves]
-    figure.legend([curves[m] for m in ordered], ordered, loc="outside lower center", ncols=3, title=title)
-    return figure
-
-
 def main() -> None:
     parser = harness.make_parser(__doc__)
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=["poisson2d"])
@@ -499,8 +470,6 @@ def main() -> None:
     runs = harness.load_runs(directory)
     harness.print_machines(runs)
     print_tables(runs)
-    draw(runs).savefig(directory / "errors.png")
-    print(f"\ncurves: {directory / 'errors.png'}")
 
 
 if __name__ == "__main__":

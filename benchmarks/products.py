@@ -3,9 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/products.py [--network NETWORK] [--samples 2000] [--threads 1] [--repeats 7]
 
 The model is the MNIST autoencoder (784-1000-500-250-30 and back) on random images; or, with ``--network``, a layer of
-64 units on sequences of 28 steps of 28 numbers (``lstm``, ``gru``), two transformer layers of width 48 with four heads
-on the same (``transformer``), or four convolutions with 16 channels on 14 x 14 images (``cnn`` with GroupNorm,
-``cnn_batch_norm``), each with ten outputs by a linear layer, and without preconditioner. Numbers are float32. Each way
+64 units on sequences of 28 steps of 28 numbers (``lstm``, ``gru``), with ten outputs by a linear layer, and without
+preconditioner. Numbers are float32. Each way
 runs in a process of its own, in which solver iterations and gradient evaluations alternate, so that a machine whose
 speed drifts does not change the ratio. An iteration is everything that a solver does per step, taken as the difference
 of a solve of 12 and one of 2: for ours one product with the Jacobian, one with its transpose and LSMR's vector work,
@@ -59,32 +58,10 @@ class LastState(nn.Module):
         return self.layer(x)[0][:, -1]
 
 
-class MeanOverSteps(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(1)
-
-
-def transformer() -> nn.Module:
-    layers = [nn.TransformerEncoderLayer(48, 4, 96, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)]
-    return nn.Sequential(nn.Linear(28, 48), *layers, MeanOverSteps(), nn.Linear(48, 10))
-
-
-def cnn(norm: Callable[[], nn.Module]) -> nn.Module:
-    layers = [
-        layer
-        for channels in (1, 16, 16, 16)
-        for layer in (nn.Conv2d(channels, 16, 3, padding=1, bias=False), norm(), nn.ReLU())
-    ]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
-
-
 # A network, and the shape of a sample.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "lstm": (lambda: nn.Sequential(LastState(nn.LSTM), nn.Linear(64, 10)), (28, 28)),
     "gru": (lambda: nn.Sequential(LastState(nn.GRU), nn.Linear(64, 10)), (28, 28)),
-    "transformer": (transformer, (28, 28)),
-    "cnn": (lambda: cnn(lambda: nn.GroupNorm(4, 16)), (1, 14, 14)),
-    "cnn_batch_norm": (lambda: cnn(lambda: nn.BatchNorm2d(16)), (1, 14, 14)),
 }
 
 

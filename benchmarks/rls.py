@@ -3,7 +3,6 @@
     OMP_NUM_THREADS=1 python benchmarks/rls.py compare mnist --data-dir DIRECTORY [--seeds 0 1] [--epochs 10]
     OMP_NUM_THREADS=1 python benchmarks/rls.py compare cifar --data-dir DIRECTORY
     OMP_NUM_THREADS=1 python benchmarks/rls.py sweep mnist --data-dir DIRECTORY --seeds 0
-    OMP_NUM_THREADS=1 python benchmarks/rls.py steps mnist
     OMP_NUM_THREADS=1 python benchmarks/rls.py rivals vgg resnet lstm mnist transformer --data-dir DIRECTORY
     python benchmarks/rls.py compare cifar --full-network --full-data --device cuda --data-dir DIRECTORY
 
@@ -20,16 +19,8 @@ smaller, for a CPU:
 ``--full-network`` is the recipe's, ``--full-data`` all data. Ways that share a seed begin with the same weights and see
 the same batches. All batches have 128 samples: what is left over at the end of an epoch is dropped, since RLS would
 take as large a step from a few samples as from 128. The training loss is the mean over an epoch, while it is trained.
-Seconds are CPU time of training (wall time on a GPU), without the evaluations. An epoch takes from five to fifteen
-seconds of one core, the whole of ``compare`` about half an hour. Runs are kept in ``--output``: a benchmark that was
-stopped goes on where it was, and several processes can share the seeds. Table and picture are made of all runs that are
-there.
-
-``steps`` measures a whole step of the recipe's network, clipping included, against the same one with Adam, in a few
-minutes: rounds of both in turn, and the ratio of each round. Adam's to itself shows the noise. Denormal numbers are
-flushed to zero: gradients that have come through 200 steps of an LSTM are so small that a step of either optimizer
-would take several times as long. Peak memory is that of a process of its own, over what is taken before the network is
-made.
+Seconds are CPU time of training (wall time on a GPU), without the evaluations. The whole of ``compare`` takes about
+half an hour. Runs are kept in ``--output``, and the table is made of all that are there.
 
 ``rivals`` trains RLS and what people use now in equal CPU time; ``rls_rivals.py`` says how.
 """
@@ -40,8 +31,7 @@ import argparse
 import logging
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -50,15 +40,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 import harness
 import rls_rivals
-import style
 from harness import Run
 from lightning_struct.data import CIFAR10DataModule, IMDBDataModule, InMemoryDataModule, MNISTDataModule
 from lightning_struct.data.in_memory import BatchedTensorDataset, keep_batch
@@ -80,7 +66,6 @@ class Task:
         network: makes the network.
         narrow: its arguments without ``--full-network``.
         classes: outputs of the network.
-        inputs: a batch of random inputs on a device.
         level: the test accuracy whose first epoch the table names.
         epochs: by default.
         l1, max_grad_norm: the paper's.
@@ -91,30 +76,20 @@ class Task:
     network: Callable[..., nn.Module]
     narrow: dict[str, int]
     classes: int
-    inputs: Callable[[str], Tensor]
     level: float
     epochs: int
     l1: float
     max_grad_norm: float
 
 
-def random_images(*shape: int) -> Callable[[str], Tensor]:
-    return lambda device: torch.rand(BATCH_SIZE, *shape, device=device)
-
-
-def random_words(device: str) -> Tensor:
-    return torch.randint(2, 20_000, (BATCH_SIZE, 200), device=device)
-
-
 TASKS = {
-    "mnist": Task(MNISTDataModule, {}, fully_connected, {}, 10, random_images(784), 0.98, 10, 1e-5, 5.0),
+    "mnist": Task(MNISTDataModule, {}, fully_connected, {}, 10, 0.98, 10, 1e-5, 5.0),
     "cifar": Task(
         CIFAR10DataModule,
         {"train_size": 9_000, "val_size": 1_000, "test_size": 2_000},
         mini_vgg,
         {"channels": 16, "hidden": 512},
         10,
-        random_images(3, 32, 32),
         0.60,
         10,
         1e-5,
@@ -126,7 +101,6 @@ TASKS = {
         RecurrentNetwork,
         {"hidden_size": 64, "embedding_size": 64},
         2,
-        random_words,
         0.75,
         10,
         1e-6,
@@ -290,8 +264,6 @@ def run_all(task: Task, options: argparse.Namespace) -> None:
             print(f"{name}, seed {seed}: {result['error'] or 'done'}", flush=True)
     runs = harness.load_runs(output)
     print_table(runs, columns, task.level)
-    draw(runs, columns).savefig(output / "curves.png")
-    print(f"\ncurves: {output / 'curves.png'}")
 
 
 def print_table(runs: Sequence[Run], columns: dict[str, Ways], level: float) -> None:
@@ -330,159 +302,14 @@ def print_table(runs: Sequence[Run], columns: dict[str, Ways], level: float) -> 
         print(f"| {' | '.join(row)} |{' ' + ', '.join(diverged) if diverged else ''}")
 
 
-@style.readable
-def draw(runs: Sequence[Run], columns: dict[str, Ways]) -> Figure:
-    """Training loss and test accuracy over epochs, a column for each loss or hyper-parameter; a curve for each seed."""
-    figure = Figure(figsize=(style.WIDTH, 7.5), layout="constrained")
-    panels = figure.subplots(2, len(columns), squeeze=False)
-    in_columns = Counter(way for ways in columns.values() for way in ways)
-    for (title, ways), losses, accuracies in zip(columns.items(), *panels, strict=True):
-        for number, way in enumerate(ways):
-            color = (
-                style.color_of(way) if way in style.COLORS else style.INK if in_columns[way] > 1 else style.DATA[number]
-            )
-            for i, run in enumerate(run for run in runs if run["way"] == way and run["epochs"]):
-                epochs = range(1, len(run["epochs"]) + 1)
-                look: dict[str, Any] = {**style.seed_style(i), "color": color, "marker": "."}
-                losses.plot(epochs, [epoch["train_loss"] for epoch in run["epochs"]], **look, label=None if i else way)
-                accuracies.plot(epochs, [100 * epoch["test_accuracy"] for epoch in run["epochs"]], **look)
-        losses.set(title=title, xlabel="epoch", ylabel="training loss, mean of the epoch", yscale="log")
-        by_way = {way: [e["train_loss"] for run in runs if run["way"] == way for e in run["epochs"]] for way in ways}
-        shown, far = shown_and_far({way: of_way for way, of_way in by_way.items() if of_way})
-        if far:
-            leave_out(losses, shown, far)
-        accuracies.set(xlabel="epoch", ylabel="test accuracy, %")
-        style.plain_ticks(losses.yaxis)
-        for axes in (losses, accuracies):
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axes.grid()
-        if losses.lines:
-            losses.legend(loc="lower left" if far else "best")
-    figure.supxlabel(style.explain_seeds({run["seed"] for run in runs}), fontsize="medium")
-    return figure
-
-
-def shown_and_far(losses: Mapping[str, Sequence[float]]) -> tuple[tuple[float, float], dict[str, Sequence[float]]]:
-    """The range of losses to be shown, so that ways that diverge do not squeeze the others.
-
-    Args:
-        losses: of each way, in all its epochs.
-
-    Returns:
-        The lowest and the highest loss that is shown, and the ways whose losses are all a hundred times above that.
-    """
-    by_lowest = sorted(losses, key=lambda way: min(losses[way]))
-    lowest, highest = min(map(min, losses.values()), default=0.0), 0.0
-    for number, way in enumerate(by_lowest):
-        if number and min(losses[way]) > 100 * highest:
-            return (lowest, highest), {far: losses[far] for far in by_lowest[number:]}
-        highest = max(highest, *losses[way])
-    return (lowest, highest), {}
-
-
-def leave_out(axes: Axes, shown: tuple[float, float], far: Mapping[str, Sequence[float]]) -> None:
-    """End a logarithmic axis above what is shown, with room for the legend below, and say what is beyond it."""
-    low, high = shown
-    axes.set_ylim(low * (low / high) ** 0.7, high * (high / low) ** 0.3)
-    notes = [f"{way}: {min(losses):.3g} to {max(losses):.3g}, not shown" for way, losses in far.items()]
-    axes.text(0.5, 0.98, "\n".join(notes), transform=axes.transAxes, ha="center", va="top", fontsize="small")
-
-
-# --- the cost of a step -----------------------------------------------------------------------------------------------
-
-
-def make_step(task: Task, way: Way, device: str) -> Callable[[], None]:
-    """One training step on random data of the shapes of a task."""
-    torch.manual_seed(0)
-    module = nn.ModuleDict({"network": task.network()}).to(device)
-    network, (loss, arguments) = module["network"], way
-    inputs, labels = task.inputs(device), torch.randint(task.classes, (BATCH_SIZE,), device=device)
-    targets = nn.functional.one_hot(labels, task.classes).float()
-    parameters = list(module.parameters())
-    optimizer = ADAM(parameters) if arguments is None else make_rls(module, task, arguments)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        outputs = network(inputs)
-        if loss == "mse":
-            value = (outputs - targets).square().sum() / (2 * BATCH_SIZE)
-        else:
-            value = nn.functional.cross_entropy(outputs, labels)
-        value.backward()
-        if arguments is None:  # RLS clips in its step
-            nn.utils.clip_grad_norm_(parameters, task.max_grad_norm)
-        optimizer.step()
-
-    return step
-
-
-def time_rounds(
-    steps: Sequence[Callable[[], None]], rounds: int, number: int, clock: Callable[[], float]
-) -> list[list[float]]:
-    """Milliseconds of each of several steps in each round, in which each is taken ``number`` times."""
-    milliseconds: list[list[float]] = [[] for _ in steps]
-    for _ in range(rounds + 1):
-        for step, of_step in zip(steps, milliseconds, strict=True):
-            begin = clock()
-            for _ in range(number):
-                step()
-            of_step.append(1000 * (clock() - begin) / number)
-    return [of_step[1:] for of_step in milliseconds]  # the first round warms up
-
-
-def peak_memory(task: Task, way: Way, device: str) -> float:
-    """MiB that three steps take at most; on a CPU of this process, which must not have done anything else."""
-    before = peak_kibibytes()
-    step = make_step(task, way, device)
-    for _ in range(3):
-        step()
-    return torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else (peak_kibibytes() - before) / 2**10
-
-
-def peak_kibibytes() -> int:
-    """Peak memory of this process on Linux; ``ru_maxrss`` would begin with that of the process that started it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-
-
-def measure_steps(task: Task, options: argparse.Namespace) -> None:
-    torch.set_flush_denormal(True)
-    ways = squared_error(task) | cross_entropy(task)
-    if options.memory_of:
-        print(peak_memory(task, ways[options.memory_of], options.device))
-        return
-    print(harness.machine_line())
-    print(f"{options.task}, batch {BATCH_SIZE}, {options.device}, {options.rounds} rounds")
-    harness.print_header(
-        "way", "step / step with Adam (lowest to highest)", "step, ms", "with Adam, ms", "peak memory, MiB"
-    )
-    for name in options.ways or ways:
-        memory = harness.measure_apart("steps", options.task, f"--device={options.device}", "--memory-of", name)
-        adam = "Adam" if ways[name][0] == "mse" else "Adam, cross-entropy"
-        steps = [make_step(task, ways[both], options.device) for both in (adam, name)]
-        of_adam, of_way = time_rounds(steps, options.rounds, options.steps, CLOCKS[options.device])
-        harness.print_row(
-            name,
-            harness.spread([b / a for a, b in zip(of_adam, of_way, strict=True)], bold=True),
-            f"{statistics.median(of_way):.2f}",
-            f"{statistics.median(of_adam):.2f}",
-            f"{memory:.0f}",
-        )
-
-
 def main() -> None:
     parser = harness.make_parser(__doc__)
     commands = parser.add_subparsers(dest="what", required=True)
-    for what in ("compare", "sweep", "steps"):
+    for what in ("compare", "sweep"):
         command = commands.add_parser(what)
         command.add_argument("task", choices=tuple(TASKS))
         command.add_argument("--ways", nargs="+", help="names of the tables' rows; default: all")
         command.add_argument("--device", choices=tuple(CLOCKS), default="cpu")
-        if what == "steps":
-            command.add_argument("--rounds", type=int, default=9)
-            command.add_argument("--steps", type=int, default=20, help="in a round, of each optimizer")
-            command.add_argument("--memory-of", help=argparse.SUPPRESS)
-            continue
         harness.add_data_options(command)
         command.add_argument("--full-network", action="store_true", help="the recipe's, also for cifar and imdb")
         command.add_argument("--full-data", action="store_true", help="all data, also for cifar and imdb")
@@ -495,7 +322,7 @@ def main() -> None:
     if options.what == "rivals":
         rls_rivals.run_all(options)
     else:
-        (measure_steps if options.what == "steps" else run_all)(TASKS[options.task], options)
+        run_all(TASKS[options.task], options)
 
 
 if __name__ == "__main__":

@@ -22,23 +22,20 @@ The tasks, small enough for some hundred steps on one core in ten seconds:
 The ways, and what is not the default of their package (gradients are clipped for ``lstm`` and ``transformer`` only, to
 the norm 1, for all):
 
-- AdamW and SGD of torch, the latter with Nesterov momentum 0.9 and a weight decay of 5e-4;
+- AdamW of torch;
 - Muon of torch (2.9 or newer) for the hidden matrices, with AdamW's rates (``adjust_lr_fn="match_rms_adamw"``). As in
   its author's code convolutions are matrices of (channels, patch), and AdamW trains embedding, output layer and
   vectors. Its iteration is computed in float32: in torch's bfloat16 it takes thirty times as long on a CPU without such
   arithmetic;
 - SOAP of ``pytorch_optimizer``, without the factor of more than 2,048 words of an embedding, whose first eigenvectors
   alone take 16 s;
-- K-FAC without inverses, ``SINGD(kfac_like=True)`` of ``singd``, by the authors of the method: no package of the plain
-  method for training is kept on PyPI. It trains linear layers and convolutions, AdamW the rest; there is none for an
-  LSTM.
-- RLS+M: RLS with momentum 0.5 under the squared error; HRLS+M: the same for the hidden layers under the cross-entropy
-  of all others, where AdamW trains the output layer. AdamW's rate is 1e-3 times that of RLS, which is 1 in the middle
-  of the grid. As in the paper there is no bound on the gain, and gradients are clipped in all tasks, to 5 where others
-  are not clipped. *Default* has the default bounds instead, and no clipping.
+- HRLS+M: RLS with momentum 0.5 for the hidden layers under the cross-entropy, where AdamW trains the output layer. The
+  rate of AdamW is 1e-3 times that of RLS, which is 1 in the middle of the grid. As in the paper there is no bound on
+  the gain, and gradients are clipped in all tasks, to 5 where others are not clipped. *Default* has the default bounds
+  instead, and no clipping.
 
-``pip install pytorch_optimizer singd`` for the two that are packages of their own: a way whose package is missing is
-left out, which is said. Runs are kept in ``--output``: a benchmark that was stopped goes on where it was.
+``pip install pytorch_optimizer`` for SOAP: a way whose package is missing is left out, which is said. Runs are kept in
+``--output``: a benchmark that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -57,12 +54,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import harness
-import style
 from harness import Run
 from lightning_struct.data import CIFAR10DataModule, IMDBDataModule, InMemoryDataModule, MNISTDataModule
 from lightning_struct.models import RecurrentNetwork, fully_connected, mini_vgg
@@ -216,10 +211,6 @@ def adamw(network: nn.Module, rate: float, task: Task) -> Optimizers:
     return [torch.optim.AdamW(network.parameters(), lr=rate)]
 
 
-def sgd(network: nn.Module, rate: float, task: Task) -> Optimizers:
-    return [torch.optim.SGD(network.parameters(), lr=rate, momentum=0.9, nesterov=True, weight_decay=5e-4)]
-
-
 def orthogonalized(gradient: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """Torch's Newton-Schulz iteration of Muon, but in the gradient's own precision."""
     a, b, c = coefficients
@@ -254,16 +245,6 @@ def soap(network: nn.Module, rate: float, task: Task) -> Optimizers:
     return [SOAP(network.parameters(), lr=rate, max_precondition_dim=2048)]
 
 
-def kfac(network: nn.Module, rate: float, task: Task) -> Optimizers:
-    from singd.optim.optimizer import SINGD
-
-    average = "batch+sequence" if task.classes == CHARACTERS else "batch"
-    first = SINGD(network, lr=rate, kfac_like=True, loss_average=average, warn_unsupported=False)
-    trained = {p for group in first.param_groups for p in group["params"]}
-    rest = [p for p in network.parameters() if p not in trained]
-    return [first, torch.optim.AdamW(rest, lr=1e-3 * rate / WAYS["K-FAC"].rate)] if rest else [first]
-
-
 def rls(network: nn.Module, rate: float, task: Task, **arguments: Any) -> Optimizers:
     auxiliary = partial(torch.optim.AdamW, lr=1e-3 * rate)
     return [RLS(network, lr=rate, momentum=0.5, auxiliary=auxiliary, **arguments)]
@@ -281,27 +262,19 @@ class Way:
     Attributes:
         rate: the usual one, in the middle of the grid.
         make: makes the optimizers.
-        squared: it trains by the squared error, not by the cross-entropy.
         needs: package without which it is left out.
-        not_for: tasks that it cannot train.
     """
 
     rate: float
     make: Callable[[nn.Module, float, Task], Optimizers]
-    squared: bool = False
     needs: str = "torch"
-    not_for: tuple[str, ...] = ()
 
 
 WAYS = {
     "AdamW": Way(1e-3, adamw),
-    "SGD, Nesterov": Way(0.03, sgd),
     "Muon": Way(1e-3, muon, needs="torch.optim._muon"),
     "SOAP": Way(3e-3, soap, needs="pytorch_optimizer"),
-    "K-FAC": Way(0.03, kfac, needs="singd", not_for=("lstm",)),
-    "RLS+M": Way(1.0, clipped_rls, squared=True),
     "HRLS+M": Way(1.0, partial(clipped_rls, exclude=["output"])),
-    "RLS+M, default": Way(1.0, rls, squared=True),
     "HRLS+M, default": Way(1.0, partial(rls, exclude=["output"])),
 }
 
@@ -314,13 +287,6 @@ def schedule(share: float) -> float:
     if share < WARM_UP:
         return max(share / WARM_UP, 0.01)
     return 0.5 + 0.5 * math.cos(math.pi * min(1.0, (share - WARM_UP) / (1 - WARM_UP)))
-
-
-def loss_of(outputs: Tensor, labels: Tensor, squared: bool) -> Tensor:
-    outputs, labels = outputs.flatten(0, -2), labels.flatten()
-    if not squared:
-        return F.cross_entropy(outputs, labels)
-    return (outputs - F.one_hot(labels, outputs.shape[1])).square().sum() / (2 * len(labels))
 
 
 @torch.no_grad()
@@ -370,7 +336,7 @@ def train(task: Task, way: Way, rate: float, seed: int, seconds: float, data: Da
         for group, level in levels:
             group["lr"] = level * schedule(watch.seconds / seconds)
         network.zero_grad()
-        loss = loss_of(network(inputs[batch]), labels[batch], way.squared)
+        loss = F.cross_entropy(network(inputs[batch]).flatten(0, -2), labels[batch].flatten())
         if not torch.isfinite(loss):
             return {"points": points, "test_accuracy": 0.0, "error": f"the loss of step {step} is {loss.item()}"}
         loss.backward()
@@ -423,12 +389,9 @@ def run_all(options: argparse.Namespace) -> None:
     for name in sorted(missing):
         print(f"{name} is left out: {WAYS[name].needs} is not installed")
     for task in options.tasks:
-        ways = [name for name in options.ways if name not in missing and task not in WAYS[name].not_for]
-        run_task(task, ways, options, output)
+        run_task(task, [name for name in options.ways if name not in missing], options, output)
     if runs := {task: found for task in options.tasks if (found := harness.load_runs(output / task))}:
         print_tables(runs)
-        draw(runs).savefig(output / "curves.png")
-        print(f"\ncurves: {output / 'curves.png'}")
 
 
 def run_task(name: str, ways: Sequence[str], options: argparse.Namespace, output: Path) -> None:
@@ -459,7 +422,7 @@ def run_task(name: str, ways: Sequence[str], options: argparse.Namespace, output
 
 
 def print_tables(runs: dict[str, Sequence[Run]]) -> None:
-    """Test accuracies, then validation accuracies at half the time, then steps and rates; a column for each task."""
+    """Test accuracies, then steps and rates; a column for each task."""
     harness.print_machines(run for found in runs.values() for run in found)
     titles = [f"{TASKS[task].title}, {TASKS[task].seconds[0]:g} s" for task in runs]
 
@@ -470,10 +433,6 @@ def print_tables(runs: dict[str, Sequence[Run]]) -> None:
             if any(of_way):
                 harness.print_row(name, *(cell(way, found) if found else "" for found in of_way))
 
-    def halfway(way: Way, found: Sequence[Run]) -> str:
-        ended = [run["points"] for run in found if not run["error"]]
-        return harness.spread([100 * points[MARKS.index(0.5)]["val_accuracy"] for points in ended]) if ended else "-"
-
     def steps(way: Way, found: Sequence[Run]) -> str:
         ended = [run["points"][-1]["steps"] for run in found if not run["error"]]
         diverged = f", {len(found) - len(ended)} diverged" if len(ended) < len(found) else ""
@@ -482,28 +441,4 @@ def print_tables(runs: dict[str, Sequence[Run]]) -> None:
     table(
         "test %", lambda way, found: harness.spread([100 * run["test_accuracy"] for run in found], "{:.1f}", bold=True)
     )
-    table("validation % after half the time", halfway)
     table("steps, and rate", steps)
-
-
-@style.readable
-def draw(runs: dict[str, Sequence[Run]]) -> Figure:
-    """Validation accuracy over CPU seconds, a panel per task; medians of the seeds, lowest and highest."""
-    columns = min(2, len(runs))
-    rows = math.ceil(len(runs) / columns)
-    figure = Figure(figsize=(style.WIDTH, 3.2 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes, (task, found) in zip(panels, runs.items(), strict=False):
-        for way, color in zip(WAYS, style.DATA, strict=False):
-            curves = [run["points"] for run in found if run["way"] == way and not run["error"]]
-            if curves:
-                seconds = [mark * TASKS[task].seconds[0] for mark in MARKS]
-                values = [[100 * point["val_accuracy"] for point in points] for points in zip(*curves, strict=True)]
-                axes.plot(seconds, list(map(statistics.median, values)), label=way, color=color, marker=".")
-                axes.fill_between(seconds, list(map(min, values)), list(map(max, values)), alpha=0.12, color=color)
-        axes.set(title=TASKS[task].title, xlabel="CPU seconds", ylabel="validation accuracy, %")
-        axes.grid()
-    for axes in panels[len(runs) :]:
-        axes.remove()
-    style.legend_below(figure, panels[0], "medians of the seeds, from the lowest to the highest", 4)
-    return figure

@@ -18,7 +18,6 @@ from torch import nn
 import harness
 from harness import Run
 from lightning_struct.data import TextCorpusDataModule
-from lightning_struct.data.text_corpus import Corpus
 from lightning_struct.models import LanguageModel
 from lightning_struct.models.structured import LayerOfSizes
 from paper_tables import LANGUAGE_RANKS, TABLE_2, Way, paper_perplexity
@@ -70,12 +69,6 @@ def train_language(way: Way, seed: int, data: TextCorpusDataModule, options: arg
     }
 
 
-def unigram_perplexity(corpus: Corpus) -> float:
-    """Test perplexity of the frequencies of words in training: what a model that reads nothing can have."""
-    counts = torch.bincount(corpus.train, minlength=len(corpus.vocabulary)).clamp(min=1).double()
-    return math.exp(-(counts / counts.sum()).log()[corpus.test].mean())
-
-
 def run_language(options: argparse.Namespace) -> None:
     data = TextCorpusDataModule(
         options.data_dir, options.text_file, synthetic=options.synthetic, least_count=options.least_count
@@ -103,7 +96,7 @@ def run_language(options: argparse.Namespace) -> None:
             print(f"{title(way)}, seed {seed}: {run.get('test_perplexity', run.get('error'))}", flush=True)
     runs = harness.load_runs(output)
     words = f"{len(data.corpus.train):,} training words, vocabulary {data.vocabulary_size:,}"
-    print(f"\n{source}: {words}, test perplexity of word frequencies alone {unigram_perplexity(data.corpus):.1f}")
+    print(f"\n{source}: {words}")
     if source != "wikitext-2":
         print("The paper's figures are of WikiText-2.")
     harness.print_machines(runs)

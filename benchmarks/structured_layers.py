@@ -15,10 +15,6 @@ dense layer in int8 (``torch.ao.quantization.quantize_dynamic``):
 
     OMP_NUM_THREADS=1 python benchmarks/structured_layers.py --classes --sizes 512 1024 2048 4096 --rounds 5
 
-With ``--outputs`` all classes at their defaults are timed as the last layer of a network, of ``--sizes`` inputs:
-
-    OMP_NUM_THREADS=1 python benchmarks/structured_layers.py --classes --outputs 10 --sizes 512 4096 --batches 64 2048
-
 ``--rival`` is a Python file with a function ``matmul(a_subdiagonal, b_subdiagonal, G, H, x)``, without corners,
 differentiable, which is timed beside.
 """
@@ -32,7 +28,6 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -41,18 +36,15 @@ from torch import Tensor, nn
 import harness
 import style
 from lightning_struct.nn import (
-    STRUCTURED_CLASSES,
     LDRSubdiagonal,
     LowRank,
     Monarch,
-    PrunedLinear,
     RandomizedHadamard,
     StructuredLinear,
     ToeplitzLike,
 )
 from paper_tables import TABLE_14
 
-NARROW: list[Any] = [layer for layer in STRUCTURED_CLASSES.values() if layer is not PrunedLinear]
 SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 LARGEST_TRAINED = 4096
 Product = Callable[[], object]
@@ -151,12 +143,6 @@ def classes_of(size: int) -> dict[str, StructuredLinear]:
     return dict(sorted(layers.items(), key=lambda named: named[1].weight_parameters))
 
 
-def narrow_classes_of(size: int, outputs: int) -> dict[str, StructuredLinear]:
-    """A layer of each class with ``size`` inputs and ``outputs``."""
-    torch.manual_seed(0)
-    return {layer.__name__: layer(size, outputs, bias=False) for layer in NARROW}
-
-
 def int8_product(dense: nn.Linear, batch: int) -> Product:
     """The forward pass of the dense layer with weights in int8, and inputs that are rounded to int8 as they come."""
     with warnings.catch_warnings():
@@ -171,10 +157,8 @@ def class_table(train: bool, batches: list[int], options: argparse.Namespace) ->
     print(f"\n### {'Forward + backward, training' if train else 'Forward, eval'}")
     harness.print_header("n", "class", "parameters", *(f"batch {batch}" for batch in batches))
     for size in options.sizes:
-        outputs = options.outputs or size
-        dense = nn.Linear(size, outputs, bias=False)
-        compared = classes_of(size) if options.outputs is None else narrow_classes_of(size, outputs)
-        layers = {name: layer.train(train) for name, layer in compared.items()}
+        dense = nn.Linear(size, size, bias=False)
+        layers = {name: layer.train(train) for name, layer in classes_of(size).items()}
         int8 = () if train else ("dense, int8",)
         cells: dict[str, list[str]] = {name: [] for name in ("dense, ms", *int8, *layers)}
         for batch in batches:
@@ -188,7 +172,7 @@ def class_table(train: bool, batches: list[int], options: argparse.Namespace) ->
             for name in [name for name in times if name != "dense"]:
                 ratios = [a / b for a, b in zip(times["dense"], times[name], strict=True)]
                 cells[name].append(harness.spread(ratios))
-        counts = {"dense, ms": size * outputs, "dense, int8": size * outputs} | {
+        counts = {"dense, ms": size**2, "dense, int8": size**2} | {
             name: layer.weight_parameters for name, layer in layers.items()
         }
         for name, row in cells.items():
@@ -237,7 +221,6 @@ def main() -> None:
     parser.add_argument(
         "--classes", action="store_true", help="other classes beside, in place of LDR-SD at several ranks"
     )
-    parser.add_argument("--outputs", type=int, help="of the layers of --classes; as many as inputs by default")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

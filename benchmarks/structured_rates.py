@@ -1,11 +1,10 @@
-"""The learning rate of structured layers beside that of nn.Linear, by class and optimizer; and weight decay.
+"""The learning rate of structured layers beside that of nn.Linear, by class and optimizer.
 
     OMP_NUM_THREADS=1 python benchmarks/structured_rates.py --data-dir DIRECTORY [--tasks digits ...] [--jobs 2]
 
-Three networks, in which ``nn.Linear`` or a structured layer stands:
+Two networks, in which ``nn.Linear`` or a structured layer stands:
 
 - ``digits``: MNIST, one layer of 784 units, rectified, before an output layer;
-- ``deep``: the same with a dense layer to 256 units, and four such layers of 256 after it;
 - ``characters``: the next one after eight of Shakespeare, embedded in 32 numbers each; one layer of 256 units.
 
 Generators have rank 4, and Monarch 8 blocks; RandomizedHadamard and PrunedLinear have as many parameters as those of
@@ -13,9 +12,6 @@ rank 4. Each network trains for 300 steps of 64 samples at a fixed rate, by Adam
 of a row are each about three times the one before. A run that ends in NaN, or above the loss of the first step, has
 diverged. The table has the best rate by the median of the validation loss over seeds, that loss, and the loss at the
 best rate of ``nn.Linear``.
-
-``--decay`` is another measurement: AdamW, 1e-3, on ``digits`` with an LDRSubdiagonal of rank one, with weight decay of
-all parameters, and of all but the operators.
 
 With three seeds the rates take about half an hour of one core. Runs are kept in ``--output``, and ``--report`` prints
 the tables of those that are there.
@@ -32,14 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import harness
 from growing_batch_size import characters, digits
 from harness import Run
 from lightning_struct.data.in_memory import BatchedTensorDataset
-from lightning_struct.nn import STRUCTURED_CLASSES, LDRSubdiagonal, Monarch
+from lightning_struct.nn import STRUCTURED_CLASSES, Monarch
 from lightning_struct.nn.classic import GeneratorLinear
 
 STEPS, BATCH, RANK = 300, 64, 4
@@ -81,11 +77,6 @@ def one_layer(make: Layer) -> nn.Module:
     return nn.Sequential(make(784, 784), nn.ReLU(), nn.Linear(784, 10))
 
 
-def deep(make: Layer) -> nn.Module:
-    hidden = [layer for _ in range(4) for layer in (make(256, 256), nn.ReLU())]
-    return nn.Sequential(nn.Linear(784, 256), nn.ReLU(), *hidden, nn.Linear(256, 10))
-
-
 def next_character(make: Layer) -> nn.Module:
     return nn.Sequential(nn.Embedding(65, 32), nn.Flatten(), make(256, 256), nn.ReLU(), nn.Linear(256, 65))
 
@@ -99,7 +90,6 @@ def contexts(options: argparse.Namespace) -> Iterator[BatchedTensorDataset]:
 
 TASKS: dict[str, tuple[Callable[..., Any], Callable[[Layer], nn.Module]]] = {
     "digits": (digits, one_layer),
-    "deep": (digits, deep),
     "characters": (contexts, next_character),
 }
 
@@ -113,8 +103,8 @@ def optimizer_of(name: str, network: nn.Module, rate: float) -> torch.optim.Opti
     return torch.optim.SGD(network.parameters(), lr=rate, momentum=0.9)
 
 
-def train(network: nn.Module, optimizer: torch.optim.Optimizer, data: Any, seed: int) -> tuple[float, float]:
-    """Loss and errors in validation after the steps; infinite where training diverged."""
+def train(network: nn.Module, optimizer: torch.optim.Optimizer, data: Any, seed: int) -> float:
+    """Loss in validation after the steps; infinite where training diverged."""
     training, validation = data
     generator = torch.Generator().manual_seed(seed)
     first = math.inf
@@ -125,22 +115,16 @@ def train(network: nn.Module, optimizer: torch.optim.Optimizer, data: Any, seed:
         if step == 0:
             first = loss.item()
         if not loss.isfinite():
-            return math.inf, 1.0
+            return math.inf
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    loss, errors = validated(network, validation)
-    return (loss, errors) if loss <= first else (math.inf, errors)
-
-
-@torch.no_grad()
-def validated(network: nn.Module, data: BatchedTensorDataset) -> tuple[float, float]:
     network.eval()
-    inputs, targets = data.tensors
-    parts = [network(part) for part in inputs.split(1000)]
-    outputs = torch.cat(parts)
-    wrong = (outputs.argmax(1) != targets).float().mean().item()
-    return F.cross_entropy(outputs, targets).item(), wrong
+    inputs, targets = validation.tensors
+    with torch.no_grad():
+        outputs = torch.cat([network(part) for part in inputs.split(1000)])
+    last = F.cross_entropy(outputs, targets).item()
+    return last if last <= first else math.inf
 
 
 def measure(options: argparse.Namespace, task: str, layer: str, optimizer: str, seeds: Sequence[int]) -> Run:
@@ -154,26 +138,8 @@ def measure(options: argparse.Namespace, task: str, layer: str, optimizer: str, 
         for seed in seeds:
             torch.manual_seed(seed)
             network = build(CLASSES[layer])
-            losses[rate].append(train(network, optimizer_of(optimizer, network, rate), data, seed)[0])
+            losses[rate].append(train(network, optimizer_of(optimizer, network, rate), data, seed))
     return {"task": task, "layer": layer, "optimizer": optimizer, "seeds": list(seeds), "losses": list(losses.items())}
-
-
-def measure_decay(options: argparse.Namespace) -> None:
-    """Print the digits that a layer gets right, with and without weight decay of its operators."""
-    data = digits(options)
-    harness.print_header("weight decay", "of the operators", "right of the validation images, %")
-    for decay, of_operators in ((0.0, 0.0), (0.1, 0.1), (0.1, 0.0), (1.0, 1.0), (1.0, 0.0)):
-        right = []
-        for seed in options.seeds:
-            torch.manual_seed(seed)
-            network = one_layer(partial(LDRSubdiagonal, rank=1))
-            operators: list[Tensor] = []
-            others: list[Tensor] = []
-            for name, parameter in network.named_parameters():
-                (operators if "subdiagonal" in name or "corner" in name else others).append(parameter)
-            groups = [{"params": others, "weight_decay": decay}, {"params": operators, "weight_decay": of_operators}]
-            right.append(100 - 100 * train(network, torch.optim.AdamW(groups, lr=1e-3), data, seed)[1])
-        harness.print_row(f"{decay:g}", f"{of_operators:g}", harness.spread(right, "{:.1f}"))
 
 
 # --- what came out ----------------------------------------------------------------------------------------------------
@@ -217,15 +183,10 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", choices=tuple(CLASSES), default=list(CLASSES))
     parser.add_argument("--optimizers", nargs="+", choices=tuple(RATES), default=list(RATES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--decay", action="store_true", help="weight decay instead of rates")
     harness.add_job_options(parser)
     options = parser.parse_args()
     if options.job:
         harness.answer_job(options.job, partial(measure, options))
-        return
-    if options.decay:
-        print(harness.machine_line())
-        measure_decay(options)
         return
     jobs = [
         harness.Job(

@@ -56,12 +56,6 @@ def test_a_module_without_a_training_step_is_trained_by_the_loss_of_the_paper(tm
     assert "train_loss" in trainer.callback_metrics
 
 
-def test_targets_of_another_shape_are_not_broadcast(tmp_path):
-    inputs, targets = regression_data().tensors
-    with pytest.raises(ValueError, match=r"outputs are \(10, 2\) but targets \(10, 1\)"):
-        fit(PaperNetwork(), tmp_path, DataLoader(TensorDataset(inputs, targets[:, :1]), batch_size=10))
-
-
 def test_gradients_accumulate_in_automatic_optimization(tmp_path):
     module = AutomaticNetwork()
     fit(module, tmp_path, accumulate_grad_batches=2)
@@ -98,16 +92,6 @@ def test_an_own_training_step_is_asked_for_the_loss_and_may_skip(tmp_path):
     trainer = make_trainer(tmp_path, max_epochs=1)
     trainer.fit(module, loader())
     assert (module.steps, trainer.global_step) == (6, 5)
-
-
-@pytest.mark.parametrize(("returned", "kind"), [({"train_loss": torch.ones(())}, "dict"), ({"loss": 1.0}, "float")])
-def test_a_training_step_without_a_loss_is_refused(returned, kind, tmp_path):
-    class WithoutLoss(ManualNetwork):
-        def training_step(self, batch, batch_idx):
-            return returned
-
-    with pytest.raises(MisconfigurationException, match=rf"WithoutLoss.training_step returned a {kind}, but .*'loss'"):
-        fit(WithoutLoss(), tmp_path)
 
 
 class Extended(RLSOptimization, AutomaticNetwork):
@@ -297,30 +281,43 @@ def test_nan_stops_the_run_before_it_reaches_the_weights(network, tmp_path):
     assert torch.equal(weights(module), weights(reference))
 
 
-def test_the_batch_of_an_error_is_named(tmp_path):
-    inputs, targets = regression_data().tensors
-    with pytest.raises(ValueError, match="Training batch 0 of epoch 0: RLS step 1"):
-        fit(ManualNetwork(), tmp_path, DataLoader(TensorDataset(inputs / 0, targets), batch_size=10))
+class WithoutLoss(ManualNetwork):
+    def training_step(self, batch, batch_idx):
+        return {"train_loss": torch.ones(())} if batch_idx else {"loss": 1.0}
 
 
-@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
-def test_other_precisions_are_refused(precision, tmp_path):
-    with pytest.raises(MisconfigurationException, match=f"precision='{precision}'"):
-        fit(ManualNetwork(), tmp_path, precision=precision)
+class WithAdam(ManualNetwork):
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
 
 
-def test_another_optimizer_is_refused(tmp_path):
-    module = ManualNetwork()
-    module.configure_optimizers = lambda: torch.optim.Adam(module.parameters())
-    with pytest.raises(MisconfigurationException, match="exactly one RLS from configure_optimizers, but got Adam"):
-        fit(module, tmp_path)
+class Automatic(ManualNetwork):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = True
 
 
-def test_automatic_optimization_is_refused(tmp_path):
-    module = ManualNetwork()
-    module.automatic_optimization = True
-    with pytest.raises(MisconfigurationException, match="sets automatic_optimization=True"):
-        fit(module, tmp_path)
+INPUTS, TARGETS = regression_data().tensors
+OF_ANOTHER_SHAPE = DataLoader(TensorDataset(INPUTS, TARGETS[:, :1]), batch_size=10)
+NOT_FINITE = DataLoader(TensorDataset(INPUTS / 0, TARGETS), batch_size=10)
+
+
+@pytest.mark.parametrize(
+    ("network", "batches", "options", "error", "message"),
+    [
+        (ManualNetwork, None, {"precision": "16-true"}, MisconfigurationException, "precision='16-true'"),
+        (ManualNetwork, None, {"precision": "bf16-true"}, MisconfigurationException, "precision='bf16-true'"),
+        (WithAdam, None, {}, MisconfigurationException, "exactly one RLS from configure_optimizers, but got Adam"),
+        (Automatic, None, {}, MisconfigurationException, "sets automatic_optimization=True"),
+        (WithoutLoss, None, {}, MisconfigurationException, "WithoutLoss.training_step returned a float, but .*'loss'"),
+        (PaperNetwork, DataLoader(torch.rand(8, 3)), {}, MisconfigurationException, "is a Tensor, no pair"),
+        (PaperNetwork, OF_ANOTHER_SHAPE, {}, ValueError, r"outputs are \(10, 2\) but targets \(10, 1\)"),
+        (ManualNetwork, NOT_FINITE, {}, ValueError, "Training batch 0 of epoch 0: RLS step 1"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(network, batches, options, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        fit(network(), tmp_path, batches, **options)
 
 
 @pytest.mark.parametrize("module", [ManualNetwork, SHFNetwork])
@@ -331,19 +328,6 @@ def test_a_training_loader_without_batches_is_refused(module, tmp_path):
         MisconfigurationException, match=f"{module.__name__} was not trained, .* no batches: .* drop_last"
     ):
         make_trainer(tmp_path).fit(module(), batches)
-
-
-def test_a_batch_that_is_no_pair_is_refused(tmp_path):
-    with pytest.raises(MisconfigurationException, match="A batch for PaperNetwork is a Tensor, no pair"):
-        make_trainer(tmp_path).fit(PaperNetwork(), DataLoader(torch.rand(8, 3)))
-
-
-def test_a_module_may_have_a_loss_of_its_own(tmp_path):
-    class WithLoss(ManualNetwork):
-        def _loss(self, *arguments):
-            raise AssertionError("it is the module's own affair")
-
-    make_trainer(tmp_path, max_epochs=1).fit(WithLoss(), loader())
 
 
 def finetuned(network):

@@ -56,30 +56,6 @@ def test_a_layer_that_reads_nothing_keeps_its_weights_until_it_reads_something(n
         assert (list(optimizer.state["rls"]) == ["1.weight"]) == (size == 0)
 
 
-# --- gradients that others clear -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "clear",
-    [
-        lambda module: module.zero_grad(),
-        lambda module: module.zero_grad(set_to_none=False),
-        lambda module: torch.optim.SGD(module.parameters()).zero_grad(),
-    ],
-)
-def test_gradients_cleared_by_others_take_what_was_read_with_them(clear):
-    """As in a GAN: the discriminator's layers are called for the generator's loss, and its gradients then dropped."""
-    module, reference = network(), network()
-    optimizer = RLS(module, auxiliary=ADAM)
-    for step in range(3):
-        for number in (100 + step, step):
-            clear(module)
-            loss_of(module, number).backward()
-        optimizer.step()
-    train(reference, RLS(reference, auxiliary=ADAM), range(3))
-    assert torch.equal(weights(module), weights(reference))
-
-
 def test_passes_that_are_never_differentiated_to_the_weights_do_not_pile_up():
     layer = nn.Linear(6, 5)
     optimizer, inputs = RLS(layer), torch.randn(4, 6, requires_grad=True)
@@ -308,17 +284,3 @@ def test_a_bias_that_is_frozen_later_keeps_its_values_through_decay_and_signs():
     optimizer.step()
     assert not torch.equal(layer.weight, before[0])
     assert torch.equal(layer.bias, before[1])
-
-
-@pytest.mark.parametrize("make", [lambda m: RLS(m, momentum=0.5), lambda m: RLS(m, forgetting=0.9)])
-def test_after_a_step_in_inference_mode_the_optimizer_goes_on(make):
-    module, other = nn.Linear(6, 3).double(), nn.Linear(6, 3).double()
-    other.load_state_dict(module.state_dict())
-    for trained, context in ((module, torch.inference_mode), (other, torch.no_grad)):
-        optimizer = make(trained)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(trained, step).backward()
-            with context():
-                optimizer.step()
-    assert torch.equal(module.weight, other.weight)

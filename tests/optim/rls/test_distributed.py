@@ -22,7 +22,7 @@ from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow
 
-WORLD, STEPS = 2, 10
+WORLD, STEPS = 2, 5
 
 
 class Packed(nn.Module):

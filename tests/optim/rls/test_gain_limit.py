@@ -10,9 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_struct.optim import RLS, LowRankP
-from lightning_struct.optim.rls.gain_limit import Sample, joined_samples
-from lightning_struct.optim.rls.patches import patch_sample
-from tests.optim.rls.reference import convolution_rows, recorded_rows
+from tests.optim.rls.reference import recorded_rows
 from tests.optim.rls.test_layers import (
     CONVOLUTIONS,
     LINEAR,
@@ -111,10 +109,9 @@ def losses(build, scale, seed, steps=25, **options):
     ],
 )
 def test_training_without_settings_never_loses_what_it_began_with(build, scale):
-    for seed in range(2 if build is perceptron else 1):
-        values = losses(build, scale, seed)
-        assert max(values) <= 3 * values[0]  # NaN is not
-        assert values[-1] < values[0]
+    values = losses(build, scale, 0)
+    assert max(values) <= 3 * values[0]  # NaN is not
+    assert values[-1] < values[0]
 
 
 def test_passes_of_which_no_rows_are_kept_any_more_count_in_the_bound_as_the_others():
@@ -278,34 +275,11 @@ def test_steps_of_a_transposed_convolution_are_scaled_as_those_of_the_convolutio
     torch.testing.assert_close(in_the_order_of_a_convolution(layer, bounded), expected, rtol=0.1, atol=0)
 
 
-@pytest.mark.parametrize(("build", "batches"), [c[1:] for c in CONVOLUTIONS], ids=[c[0] for c in CONVOLUTIONS])
-def test_all_sampled_patches_are_those_that_a_convolution_reads(build, batches):
-    layer = build().double()
-    expected = torch.stack(convolution_rows(layer, batches(0))[0].groups)
-    positions = layer(batches(0)).shape[-len(layer.kernel_size) :]
-    assert torch.equal(patch_sample(layer, batches(0), positions, expected.shape[1]), expected)
-
-
-def test_a_sample_of_patches_is_spread_over_images_and_positions():
-    layer = nn.Conv2d(1, 1, 1)
-    images = torch.arange(64 * 32 * 32.0).view(64, 1, 32, 32)
-    places = patch_sample(layer, images, (32, 32), 512).long().flatten()
-    assert all(len(torch.unique(part)) == count for part, count in ((places, 512), (places // 1024, 64)))
-    assert len(torch.unique(places % 32)) == len(torch.unique(places // 32 % 32)) == 32
-
-
 def test_a_step_whose_gain_is_small_is_that_without_a_bound():
     torch.manual_seed(0)
     module, batch = nn.Linear(4, 3), 0.1 * torch.randn(9, 4)
     bounded, free = step_of(module, batch, 4.0), step_of(module, batch, None)
     assert torch.equal(bounded["weight"], free["weight"])
-
-
-def test_joined_samples_stand_for_the_rows_of_all():
-    samples = [Sample(torch.randn(2, s, 3, dtype=torch.float64), share) for s, share in ((4, 1.0), (2, 1.0), (5, 2.5))]
-    joined = joined_samples(samples)
-    expected = sum(share * rows.mT @ rows for rows, share in samples)
-    torch.testing.assert_close(joined.share * joined.rows.mT @ joined.rows, expected)
 
 
 class Counter(TorchDispatchMode):

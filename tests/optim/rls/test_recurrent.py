@@ -8,8 +8,6 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from lightning_struct.functional.layers.gradient_norms import per_sample_gradient_norms
 from lightning_struct.optim import RLS
 from lightning_struct.optim.rls.recurrent import LevelByLevel
-from tests.optim.helpers import gaussian
-from tests.optim.rls.twins import assert_equal, descend
 
 KINDS = [nn.RNN, nn.LSTM, nn.GRU]
 
@@ -75,13 +73,3 @@ def test_gradient_norms_are_measured_beside_it():
         layer(inputs)[0].square().sum().backward()
     assert measured.squared_norms.shape == (6,)
     optimizer.step()
-
-
-@pytest.mark.slow
-def test_compiled_stacks_train_alike():
-    stacks = [nn.GRU(3, 4, 2).double() for _ in range(2)]
-    stacks[1].load_state_dict(stacks[0].state_dict())
-    inputs = [gaussian(10, 3, seed=step).view(5, 2, 3) for step in range(3)]
-    for module in (stacks[0], torch.compile(stacks[1], backend="eager")):
-        descend(module, RLS(module), lambda step, module=module: module(inputs[step])[0].square().mean(), range(3))
-    assert_equal(*stacks, 1e-12)

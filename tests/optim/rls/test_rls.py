@@ -2,9 +2,7 @@
 
 import copy
 import gc
-import io
 import math
-import pickle
 import warnings
 import weakref
 from functools import partial
@@ -16,7 +14,6 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint
 
 from lightning_struct.optim import RLS, LowRankP, memory
 from tests.optim.helpers import gaussian
@@ -379,29 +376,6 @@ def test_too_little_memory_is_an_error_that_names_layers_and_remedies(monkeypatc
 
 # --- state -----------------------------------------------------------------------------------------------------------
 
-FORMS = [{}, {"form": "rank1"}, {"forgetting": 0.99}, {"form": "low_rank"}]
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", FORMS, ids=str)
-def test_resumed_training_is_bitwise_that_without_a_break(options, dtype):
-    def make():
-        module = nn.Sequential(network(), nn.LayerNorm(12)).to(dtype)
-        return module, RLS(module, momentum=0.5, auxiliary=ADAM, **options)
-
-    (module, optimizer), (other, resumed) = make(), make()
-    train(module, optimizer)
-    file = io.BytesIO()
-    torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    other.load_state_dict(saved["module"])
-    resumed.load_state_dict(saved["optimizer"])
-    train(module, optimizer, range(5, 9))
-    train(other, resumed, range(5, 9))
-    assert_equal(module, other)
-
 
 def test_a_loaded_state_is_a_copy_with_integer_counters_in_the_precision_of_the_module():
     module, other = network(), network()
@@ -445,29 +419,6 @@ def test_a_state_of_another_optimizer_is_refused(options, message):
         optimizer.load_state_dict(adam.state_dict())
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_a_copy_of_module_and_optimizer_goes_on_as_the_original(duplicate):
-    module = nn.Sequential(network(), nn.LayerNorm(12).double())
-    optimizer = RLS(module, momentum=0.5, auxiliary=ADAM)
-    train(module, optimizer)
-    copied, copied_optimizer = duplicate((module, optimizer))
-    before = weights(copied)
-    train(module, optimizer, range(5, 8))
-    assert torch.equal(weights(copied), before)
-    train(copied, copied_optimizer, range(5, 8))
-    assert_equal(copied, module)
-
-
-def test_a_copy_of_the_module_alone_is_not_listened_to():
-    module, reference = network(), network()
-    optimizer, plain = RLS(module), RLS(reference)
-    for copied in (AveragedModel(module), pickle.loads(pickle.dumps(module))):
-        squared(copied, batch(99)).backward()
-    train(module, optimizer)
-    train(reference, plain)
-    assert_equal(module, reference)
-
-
 def test_what_makes_the_auxiliary_optimizer_may_look_at_parameters_that_will_be_unfrozen_later():
     module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
     module[1].requires_grad_(False)
@@ -508,54 +459,6 @@ def test_hooks_are_removed_on_demand_and_with_the_optimizer(on_demand):
     assert number_of_hooks(module) == 0
 
 
-def disturb(module, optimizer, kind):
-    """A pass that is no part of the gradient of a step."""
-    parameters, inputs = dict(module.named_parameters()), batch(50).requires_grad_(kind == "looked at twice")
-    if kind == "by functions":
-        values = {name: parameter.detach() for name, parameter in parameters.items()}
-        per_sample = torch.func.grad(lambda p, x: torch.func.functional_call(module, p, (x,)).square().sum())
-        torch.func.vmap(per_sample, (None, 0))(values, inputs)
-        return
-    with torch.set_grad_enabled(kind != "without gradients"):
-        loss = squared(module, inputs)
-    if kind == "forgotten":
-        loss.backward()
-        optimizer.zero_grad()
-    elif kind == "looked at":
-        torch.autograd.grad(loss, list(parameters.values()))
-    elif kind == "looked at twice":
-        (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
-        torch.autograd.grad(gradient.square().sum(), list(parameters.values()))
-
-
-@pytest.mark.parametrize(
-    "kind", ["without backward", "without gradients", "forgotten", "looked at", "looked at twice", "by functions"]
-)
-def test_only_passes_that_make_up_the_gradient_count(kind):
-    module, reference = network(), network()
-    optimizer = RLS(module)
-    for step in range(3):
-        disturb(module, optimizer, kind)
-        train(module, optimizer, range(step, step + 1))
-    train(reference, RLS(reference), range(3))
-    assert_equal(module, reference)
-
-
-def test_the_order_of_lightning_in_which_gradients_are_zeroed_after_the_forward_pass():
-    module, reference = network(), network()
-    optimizer = RLS(module)
-
-    def closure(step):
-        loss = squared(module, batch(step))
-        optimizer.zero_grad()
-        loss.backward()
-        return loss
-
-    assert all(optimizer.step(partial(closure, step)) > 0 for step in range(3))
-    train(reference, RLS(reference), range(3))
-    assert_equal(module, reference)
-
-
 @pytest.mark.parametrize("clears_in_between", [False, True])
 def test_a_loss_of_derivatives_counts_each_row_once(clears_in_between):
     """As of a physics-informed network; Lightning clears gradients between the two passes."""
@@ -578,23 +481,6 @@ def test_a_loss_of_derivatives_counts_each_row_once(clears_in_between):
         torch.testing.assert_close(matrix(optimizer, name), matrix(plain, name), rtol=1e-12, atol=0)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, inner, use_reentrant):
-        super().__init__()
-        self.inner, self.use_reentrant = inner, use_reentrant
-
-    def forward(self, x):
-        return checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=self.use_reentrant)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_layers_are_counted_once(use_reentrant):
-    module, reference = Checkpointed(network(), use_reentrant), network()
-    train(module, RLS(module, momentum=0.5))
-    train(reference, RLS(reference, momentum=0.5))
-    assert_equal(module, reference)
-
-
 # --- precision and compilation ---------------------------------------------------------------------------------------
 
 
@@ -609,30 +495,6 @@ def test_under_autocast_p_stays_in_float32():
     assert_equal(module, reference, 0.03)
 
 
-@pytest.mark.slow
-def test_compiled_modules_train_alike():
-    module, reference = network(), network()
-    compiled = torch.compile(module, backend="aot_eager")
-    optimizer = RLS(compiled)
-    assert "_orig_mod" not in optimizer.summary()
-    train(compiled, optimizer)
-    train(reference, RLS(reference))
-    assert_equal(module, reference, 1e-12)
-
-
-@pytest.mark.slow
-def test_a_compiled_loop_takes_its_steps_outside_of_graphs():
-    module, reference = network(), network()
-    optimizer = RLS(module, momentum=0.5)
-    step = torch.compile(lambda: optimizer.step(), backend="eager")
-    for number in range(3):
-        squared(module, batch(number)).backward()
-        step()
-        optimizer.zero_grad()
-    train(reference, RLS(reference, momentum=0.5), range(3))
-    assert_equal(module, reference, 1e-12)
-
-
 def test_a_trace_of_the_module_does_not_hold_what_is_recorded():
     module, inputs = network(), batch(0)
     plain = torch.jit.trace(network(), inputs).inlined_graph
@@ -640,31 +502,6 @@ def test_a_trace_of_the_module_does_not_hold_what_is_recorded():
     traced = torch.jit.trace(module, inputs, check_trace=False).inlined_graph
     assert len(list(traced.nodes())) == len(list(plain.nodes()))
     train(module, optimizer)
-
-
-class Everything(nn.Module):
-    """Layers whose inputs RLS reads in different ways."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.convolution = nn.Conv1d(2, 3, 3, padding=1, stride=2)
-        self.recurrent = nn.LSTM(5, 4, num_layers=2, batch_first=True)
-        self.head = nn.Linear(12, 2)
-        self.double()
-
-    def forward(self, x):
-        return self.head(self.recurrent(self.convolution(x.view(-1, 2, 10)))[0].flatten(1))
-
-
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.5, "form": LowRankP(rank=2)}, {"forgetting": 0.9}])
-def test_the_default_device_of_torch_need_not_be_that_of_the_module(options):
-    module, reference, inputs = Everything(), Everything(), [batch(step) for step in range(3)]
-    train(reference, RLS(reference, **options), range(3))
-    optimizer = RLS(module, **options)
-    with torch.device("meta"):
-        descend(module, optimizer, lambda step: squared(module, inputs[step]), range(3))
-    assert_equal(module, reference, 1e-12)
 
 
 def test_the_outputs_of_a_step_do_not_outlive_it():
@@ -676,21 +513,6 @@ def test_the_outputs_of_a_step_do_not_outlive_it():
     optimizer.step()
     del outputs
     assert watched() is None
-
-
-def test_state_of_version_0_2_is_taken_over():
-    """Its groups had no weight decay."""
-    module, again = network(), network()
-    optimizer, loaded = (RLS(each, weight_decay=0.01) for each in (module, again))
-    train(module, optimizer, range(2))
-    again.load_state_dict(module.state_dict())
-    state = copy.deepcopy(optimizer.state_dict())
-    for group in state["param_groups"]:
-        del group["weight_decay"]
-    loaded.load_state_dict(state)
-    train(module, optimizer, range(2, 4))
-    train(again, loaded, range(2, 4))
-    assert_equal(module, again)
 
 
 class Hiding(nn.Module):

@@ -181,7 +181,10 @@ class PointDraws(IndependentDraws):
     def _sizes(self) -> dict[str, int]:
         """Points of each block in a batch of this size."""
         total, first = self.batch_size, sum(self.counts.values())
-        sizes = {block: round(total * count / first) for block, count in self.counts.items()}
+        sizes = {
+            block: round(total * count / first) if (size := self.regions[block].size) is None else min(count, size)
+            for block, count in self.counts.items()
+        }
         if few := ", ".join(block for block, size in sizes.items() if size < self.num_replicas):
             raise MisconfigurationException(
                 f"{total} points leave some of the {self.num_replicas} processes without any of {few}: draw more "
@@ -191,7 +194,10 @@ class PointDraws(IndependentDraws):
 
     def _sample(self, counts: Mapping[str, int], generator: torch.Generator) -> Points:
         """So many new points of each block."""
-        chosen = {block: round(self.residual_share * count) for block, count in counts.items()}
+        chosen = {
+            block: round(self.residual_share * count) if self.regions[block].size is None else 0
+            for block, count in counts.items()
+        }
         points = {
             block: self.regions[block].sample(count - chosen[block], generator) for block, count in counts.items()
         }

@@ -2,7 +2,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_struct.data import Box, Faces
+from lightning_struct.data import Ball, Box, Faces, PointDraws, Product, Segment, Sphere, Table, Union, Without
 
 
 @pytest.fixture
@@ -119,3 +119,64 @@ def test_fewer_points_than_faces_are_on_different_faces():
 def test_faces_without_area_are_refused():
     with pytest.raises(MisconfigurationException, match=r"coordinates \[0\] have no area"):
         Faces(Box([0.0, 0.0], [1.0, 0.0]), coordinates=[0])
+
+
+def drawn(region, count=2000):
+    return region.sample(count, torch.Generator().manual_seed(0))
+
+
+def test_points_of_a_ball_fill_it_uniformly():
+    distances = (drawn(Ball([1.0, 2.0, 3.0], 2.0)) - torch.tensor([1.0, 2.0, 3.0])).norm(dim=1)
+    shares = [(distances <= 2.0 * share ** (1 / 3)).double().mean().item() for share in (0.25, 0.5, 0.75, 1.0)]
+    assert shares == pytest.approx([0.25, 0.5, 0.75, 1.0], abs=0.04)
+    boundary = drawn(Ball([1.0, 2.0], 0.5).boundary) - torch.tensor([1.0, 2.0])
+    torch.testing.assert_close(boundary.norm(dim=1), torch.full((2000,), 0.5).double())
+    assert boundary.mean(0).abs().max() < 0.03
+
+
+def test_a_box_with_holes_has_no_points_in_them():
+    holes = [Ball([x, 0.0], 0.2) for x in (-0.5, 0.5)]
+    region = Without(Box([-1.0, -1.0], [1.0, 1.0]), *holes)
+    points = drawn(region)
+    assert len(points) == 2000 and region.contains(points).all()
+    assert not Union(*holes).contains(points).any() and Union(*holes).contains(drawn(holes[0])).all()
+
+
+def test_regions_become_one_in_shares_and_products():
+    union = drawn(Union(Segment([0.0, 0.0], [1.0, 1.0]), Sphere([5.0, 5.0], 1.0), shares=[3.0, 1.0]))
+    assert (union[:, 0] < 2).sum() == 1500 and len(union) == 2000
+    segment = union[union[:, 0] < 2]
+    torch.testing.assert_close(segment[:, 0], segment[:, 1])
+    product = drawn(Product(Sphere([0.0, 0.0], 1.0), Box([3.0], [4.0])))
+    assert product.shape == (2000, 3) and product[:, 2].min() >= 3
+    torch.testing.assert_close(product[:, :2].norm(dim=1), torch.ones(2000).double())
+
+
+def test_rows_of_a_table_are_neither_multiplied_nor_drawn_twice():
+    table = torch.arange(12.0).reshape(6, 2)
+    draws = PointDraws(
+        {"interior": Box([0.0], [1.0]), "data": Table(table)}, {"interior": 10, "data": 50},
+        draws_per_epoch=4, redraw_every_n_steps=1, residual_share=0.5, max_points=100,
+        residuals=lambda points: {block: at[:, 0] for block, at in points.items()},
+    )  # fmt: skip
+    draws.batch_size = 40
+    for number in range(3):
+        points = draws.draw(number)
+        assert sorted(points["data"][:, 0].tolist()) == table[:, 0].tolist() and len(points["interior"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Ball([0.0], 0.0), "A Ball has a finite center and radius > 0"),
+        (lambda: Sphere([], 1.0), "A Sphere has a finite center and radius > 0"),
+        (lambda: Segment([0.0], [1.0, 2.0]), "two finite ends"),
+        (lambda: Union(), "regions and a share > 0 for each"),
+        (lambda: Table(torch.zeros(0, 2)), "rows .n, columns. of finite numbers"),
+        (lambda: drawn(Without(Ball([0.0], 1.0), Ball([0.0], 2.0)), 3), "leave 0 of 3000 points"),
+        (lambda: drawn(Without(Ball([0.0], 1.0), Sphere([0.0], 2.0)), 3), "Sphere has no contains"),
+    ],
+)
+def test_regions_without_points_are_refused(make, message):
+    with pytest.raises((MisconfigurationException, ValueError, NotImplementedError), match=message):
+        make()

@@ -51,7 +51,7 @@ def _is_instance(kind: type, value: object) -> bool:
 
 
 def _is_dense(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+    return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_quantized or value.is_nested)
 
 
 def check_dense(what: str, value: object, *, has_numbers: bool = False) -> None:
@@ -109,7 +109,9 @@ def require_real(dimensions: int | None = None, /, **tensors: Tensor) -> None:
 def _described(value: object) -> str:
     if not isinstance(value, Tensor):
         return repr(value)[:80]
-    kind = "quantized" if value.is_quantized else str(value.layout).removeprefix("torch.")
+    kind = (
+        "quantized" if value.is_quantized else "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+    )
     return f"a {kind} tensor of {value.dtype} on {value.device}"
 
 

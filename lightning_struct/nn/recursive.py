@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import all_gather_unequal, world_size
-from lightning_struct.functional.checks import is_integer, is_real
+from lightning_struct.functional.checks import check_dense, is_integer, is_real
 from lightning_struct.functional.curvature.weighted_ridge import WeightedRidge
 
 _FLOATS = torch.float32, torch.float64
+_MOST_FEATURES = 2**20  # the state would have 8 TiB
 
 
 class RecursiveLinear(nn.Linear):
@@ -21,16 +22,20 @@ class RecursiveLinear(nn.Linear):
     After t rows, weight and bias are the solution of weighted ridge regression over all of them, to rounding, for
     features of any scale::
 
-        argmin_{W, b}  Σₛ λᵗ⁻ˢ wₛ ‖W xₛ + b - yₛ‖² + λᵗ δ (‖W‖² + ‖b‖²)
+        argmin_{W, b}  Σₛ λᵗ⁻ˢ wₛ ‖W xₛ + b - yₛ‖² + δ (‖W‖² + ‖b‖²)
+
+    for λ = 1. With λ < 1 old rows fade, and a direction in which no row points any more keeps its weights: before each
+    further 1/(1 - λ) rows the regularization, which fades as the rows do, is renewed to δ around the weights of that
+    time. :class:`~lightning_struct.functional.curvature.weighted_ridge.WeightedRidge` writes the problem down.
 
     Nothing is stored but a triangular matrix, and no row is read twice: the result does not depend on how the rows were
     cut into batches. The layer needs no optimizer, and its parameters require no gradients; gradients pass through to
-    its inputs. See :class:`~lightning_struct.functional.curvature.weighted_ridge.WeightedRidge` for the recursion. A
-    block of m rows takes 2 m n² operations, with n the sum of inputs, outputs and one for the bias.
+    its inputs. A block of m rows takes 2 m n² operations, with n the sum of inputs, outputs and one for the bias.
 
-    The state, float64, is part of ``state_dict``: a stream goes on bit for bit. A state with more or fewer outputs can
-    be loaded. Conversions of the module to another dtype leave it alone. Under torch.distributed every process must
-    call :meth:`update`, each with its own rows, in any numbers; all learn from the rows of all, in the order of ranks.
+    The state, float64, is part of ``state_dict``: a stream goes on bit for bit. A state with more or fewer inputs or
+    outputs can be loaded, one of another λ or δ cannot. Conversions of the module to another dtype leave it alone.
+    Under torch.distributed every process must call :meth:`update`, each with its own rows, in any numbers; all learn
+    from the rows of all, in the order of ranks.
 
     Args:
         in_features: number of inputs.
@@ -75,6 +80,10 @@ class RecursiveLinear(nn.Linear):
             raise ValueError(f"forgetting must be in (0, 1], got {forgetting!r}")
         if not (is_real(regularization) and 0 < regularization < float("inf")):
             raise ValueError(f"regularization must be a finite number > 0, got {regularization!r}")
+        if bias is not True and bias is not False:
+            raise ValueError(f"bias must be True or False, got {bias!r}")
+        _check_number("in_features", in_features)
+        _check_number("out_features", out_features)
         self.forgetting, self.regularization = float(forgetting), float(regularization)
         super().__init__(in_features, out_features, bias, device, dtype)
         _check_dtype(self.weight, "dtype")
@@ -82,49 +91,48 @@ class RecursiveLinear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Forget all rows: parameters are zero, as before the first one."""
-        start = torch.zeros(
-            self.out_features,
-            self.in_features + (self.bias is not None),
-            dtype=torch.float64,
-            device=self.weight.device,
-        )
-        self._ridge = WeightedRidge.start(start, self.regularization)
+        inputs, device = self.in_features + (self.bias is not None), self.weight.device
+        self._ridge = WeightedRidge.start(inputs, self.out_features, self.regularization, self.forgetting, device)
         self._write()
 
-    def update(self, x: Tensor, y: Tensor, weights: Tensor | None = None) -> None:
-        """Learn from rows, in their order.
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, forgetting={self.forgetting:g}, regularization={self.regularization:g}"
+
+    def update(self, x: Any, y: Any, weights: Any = None) -> None:
+        """Learn from rows, in their order. They are tensors, arrays or nested lists.
 
         Args:
             x: (..., in_features), float32 or float64.
-            y: targets, (..., out_features), or (...) if there is one output; or labels, (...), integers below
-                ``out_features``, which stand for one-hot targets.
+            y: targets, (..., out_features), or (...) if there is one output; or, of at least two outputs, labels,
+                (...), integers below ``out_features``, which stand for one-hot targets.
             weights: (...), w >= 0 of the rows; None: 1.
 
         Raises:
+            TypeError: there is something else than numbers, or a tensor that is sparse, nested or on the meta device.
             ValueError: shapes or dtypes are others, weights negative, or labels beyond the outputs.
             NotFinite: NaN, infinite or immense numbers. Here as above, nothing has changed.
         """
-        ridge = self._ridge
-        one_row, one_target = (1, self.in_features), (1, self.out_features)
-        is_plain = x.shape == one_row and y.shape == one_target and x.dtype in _FLOATS and y.dtype in _FLOATS
-        if is_plain and weights is None and world_size() == 1:  # as little as can be, for streams
-            has_bias = self._parameters["bias"] is not None
-            ridge.learn([x.detach(), ridge.one, y.detach()] if has_bias else [x.detach(), y.detach()], self.forgetting)
+        ridge, dtype = self._ridge, self._parameters["weight"].dtype  # type: ignore[union-attr]
+        is_row = ridge.is_quick and _is_plain(x, (1, self.in_features)) and _is_plain(y, (1, self.out_features))
+        if is_row and weights is None and world_size() == 1:  # as little as can be, for streams
+            ridge.learn_row(x, y, dtype)
         else:
+            x, y = self._numbers("x", x), self._numbers("y", y)
             columns = [self._rows(x), self._targets(y, x.shape[:-1])]
             if self.bias is not None:
                 columns.insert(1, columns[0].new_ones(len(columns[0]), 1))
-            of_rows = self._weights(x.new_ones(x.shape[:-1]) if weights is None else weights, x.shape[:-1])
+            weights = x.new_ones(x.shape[:-1]) if weights is None else self._numbers("weights", weights)
+            of_rows = self._weights(weights, x.shape[:-1])
             columns, of_rows = [all_gather_unequal(part) for part in columns], all_gather_unequal(of_rows)
-            ages = torch.arange(len(of_rows) - 1, -1, -1, dtype=torch.float64, device=x.device)
-            ridge.learn(columns, self.forgetting ** len(ages), of_rows * self.forgetting**ages)
+            ridge.learn(columns, of_rows, dtype)
         self._write()
 
-    def predictive_variance(self, x: Tensor) -> Tensor:
+    def predictive_variance(self, x: Any) -> Tensor:
         """Variance of the predictions for x that comes from the rows being few and noisy.
 
-        It is s² xᵀ(Σₛ λᵗ⁻ˢ wₛ xₛ xₛᵀ + λᵗ δ I)⁻¹ x, with a one in x for the bias. For the variance of a new target add
-        s², :attr:`noise_variance`.
+        It is s² xᵀ(Σₛ λᵗ⁻ˢ wₛ xₛ xₛᵀ + λʳ δ I)⁻¹ x, with a one in x for the bias, r rows after the regularization was
+        renewed. For the variance of a new target add s², :attr:`noise_variance`. In directions in which no row points
+        any more it grows up to s²/(λʳ δ) times ‖x‖².
 
         Args:
             x: (..., in_features).
@@ -135,6 +143,7 @@ class RecursiveLinear(nn.Linear):
         Raises:
             ValueError: shape or dtype of x is another.
         """
+        x = self._numbers("x", x)
         rows = self._rows(x).to(torch.float64)
         factors = self._ridge.variance_factors(
             rows if self.bias is None else nn.functional.pad(rows, (0, 1), value=1.0)
@@ -143,7 +152,7 @@ class RecursiveLinear(nn.Linear):
 
     @property
     def noise_variance(self) -> Tensor:
-        """s² of each output, (out_features,), float64: the least sum of squares by the sum of weights Σₛ λᵗ⁻ˢ wₛ.
+        """s² of each output, (out_features,), float64: the minimum that the weights solve for by the sum Σₛ λᵗ⁻ˢ wₛ.
 
         This is the estimate of maximum likelihood; infinite before the first row.
         """
@@ -159,15 +168,28 @@ class RecursiveLinear(nn.Linear):
         Raises:
             ValueError: it is no integer above 0.
         """
-        if not (is_integer(number) and number >= 1):
-            raise ValueError(f"add_outputs takes an integer >= 1, got {number!r}")
+        _check_number("add_outputs", number)
         self._ridge = self._ridge.with_outputs(number)
+        self._write()
+
+    def add_inputs(self, number: int) -> None:
+        """Add inputs after the others: the layer becomes the one that had them all along, with zeros in all rows.
+
+        Args:
+            number: how many, >= 1.
+
+        Raises:
+            ValueError: it is no integer above 0.
+        """
+        _check_number("add_inputs", number)
+        self._ridge = self._ridge.with_inputs(number, self.in_features)
         self._write()
 
     def get_extra_state(self) -> dict[str, Any]:
         """State of the recursion, for ``state_dict``."""
         ridge = self._ridge
-        return {"weights": ridge.weights, "factor": ridge.factor, "samples": ridge.samples}
+        options = {"forgetting": self.forgetting, "regularization": self.regularization}
+        return {"weights": ridge.weights, "factor": ridge.factor, "samples": ridge.samples, "age": ridge.age} | options
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Take over a state of :meth:`get_extra_state`.
@@ -175,19 +197,27 @@ class RecursiveLinear(nn.Linear):
         Raises:
             ValueError: it is of another number of inputs.
         """
-        device = self.weight.device
+        device, inputs = self.weight.device, self.in_features + (self.bias is not None)
         weights, factor = (state[name].to(device, torch.float64, copy=True) for name in ("weights", "factor"))
-        if weights.shape[1] != self._ridge.weights.shape[1]:
+        if weights.shape[1] != inputs:
             raise ValueError(
-                f"the state is of {weights.shape[1]} inputs, with that of the bias, and the layer has "
-                f"{self._ridge.weights.shape[1]}"
+                f"the state is of {weights.shape[1]} inputs, with that of the bias, and the layer has {inputs}"
             )
-        self._ridge = WeightedRidge(weights, factor, state["samples"])
+        self._ridge = WeightedRidge(
+            weights, factor, self.regularization, self.forgetting, state["samples"], state.get("age")
+        )
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        outputs = len(state_dict.get(f"{prefix}weight", self.weight))
-        if outputs != self.out_features:  # outputs were added, or are to be
-            self._resize(outputs)
+        state = state_dict.get(f"{prefix}_extra_state", {})
+        for name in ("forgetting", "regularization"):
+            if state.get(name, getattr(self, name)) != getattr(self, name):
+                raise ValueError(
+                    f"the state is of a layer with {name}={state[name]!r}, and this one has {getattr(self, name)!r}: "
+                    f"make it with {name}={state[name]!r}"
+                )
+        outputs, inputs = state_dict.get(f"{prefix}weight", self.weight).shape
+        if (outputs, inputs) != (self.out_features, self.in_features):  # some were added, or are to be
+            self._resize(outputs, inputs)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> RecursiveLinear:
@@ -197,18 +227,20 @@ class RecursiveLinear(nn.Linear):
             self._ridge = ridge.to(device)
         return self
 
-    def _resize(self, outputs: int) -> None:
-        """New parameters, of zeros, for a number of outputs."""
-        self.out_features = outputs
-        self.weight = nn.Parameter(self.weight.new_zeros(outputs, self.in_features), requires_grad=False)
+    def _resize(self, outputs: int, inputs: int) -> None:
+        """New parameters, of zeros, for numbers of outputs and inputs."""
+        self.out_features, self.in_features = outputs, inputs
+        self.weight = nn.Parameter(self.weight.new_zeros(outputs, inputs), requires_grad=False)
         if self.bias is not None:
             self.bias = nn.Parameter(self.bias.new_zeros(outputs), requires_grad=False)
 
     def _write(self) -> None:
         """Copy Θ to the parameters."""
-        weights = self._ridge.weights
-        if len(weights) != self.out_features:
-            self._resize(len(weights))
+        weights, bias = self._ridge.weights, self._parameters["bias"]
+        outputs, inputs = weights.shape
+        inputs -= bias is not None
+        if outputs != self.out_features or inputs != self.in_features:
+            self._resize(outputs, inputs)
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         assert weight is not None
         if bias is None:
@@ -216,6 +248,20 @@ class RecursiveLinear(nn.Linear):
         else:
             weight.detach().copy_(weights.narrow(1, 0, self.in_features))
             bias.detach().copy_(weights.select(1, self.in_features))
+
+    def _numbers(self, name: str, value: Any) -> Tensor:
+        """A dense tensor: of an array or lists in float64, but whole numbers of y, which may be labels."""
+        if not isinstance(value, Tensor):
+            try:
+                found = torch.as_tensor(value)
+                is_number = found.is_floating_point() or (name != "y" and _is_whole(found))
+                value = torch.as_tensor(value, dtype=torch.float64 if is_number else None, device=self.weight.device)
+            except (ValueError, TypeError, RuntimeError) as error:
+                raise TypeError(
+                    f"{name} must be a tensor, an array or nested lists of real numbers, got {repr(value)[:80]}"
+                ) from error
+        check_dense(name, value, has_numbers=True)
+        return value
 
     def _rows(self, x: Tensor) -> Tensor:
         """(m, in_features)"""
@@ -227,7 +273,12 @@ class RecursiveLinear(nn.Linear):
     def _targets(self, y: Tensor, shape: torch.Size) -> Tensor:
         """(m, out_features), of targets or labels for rows of a shape."""
         outputs = self.out_features
-        if not y.is_floating_point() and y.shape == shape and y.dtype != torch.bool and not y.is_complex():
+        if _is_whole(y) and outputs == 1:
+            raise ValueError(
+                f"y has whole numbers, {y.dtype}, and the layer one output: convert targets of a regression by "
+                ".float(); labels need out_features >= 2"
+            )
+        if _is_whole(y) and y.shape == shape:
             labels = y.reshape(-1)
             low, high = (labels.min().item(), labels.max().item()) if len(labels) else (0, 0)
             if low < 0 or high >= outputs:
@@ -245,8 +296,8 @@ class RecursiveLinear(nn.Linear):
 
     def _weights(self, weights: Tensor, shape: torch.Size) -> Tensor:
         """(m,), float64, of the weights of rows of a shape."""
-        of_rows = weights.to(torch.float64).reshape(-1)
-        if weights.shape != shape or not bool(((of_rows >= 0) & of_rows.isfinite()).all()):
+        of_rows = (weights.real if weights.is_complex() else weights).to(torch.float64).reshape(-1)
+        if weights.is_complex() or weights.shape != shape or not bool(((of_rows >= 0) & of_rows.isfinite()).all()):
             raise ValueError(
                 f"weights must be finite numbers >= 0, {tuple(shape)}, got {tuple(weights.shape)}"
                 + (f" with {of_rows.min().item():g} ... {of_rows.max().item():g}" if len(of_rows) else "")
@@ -262,3 +313,29 @@ def _check_dtype(tensor: Tensor, name: str) -> None:
     """
     if tensor.dtype not in _FLOATS:
         raise ValueError(f"RecursiveLinear takes float32 or float64, and {name} is {tensor.dtype}: convert by .float()")
+
+
+def _check_number(name: str, number: object) -> None:
+    """Raise unless it is a number of inputs or outputs.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not (is_integer(number) and 1 <= number <= _MOST_FEATURES):  # type: ignore[operator]
+        raise ValueError(f"{name} takes an integer in 1 ... {_MOST_FEATURES}, got {number!r}")
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def _is_plain(tensor: Any, shape: tuple[int, int]) -> bool:
+    """Whether a value is a dense tensor on the CPU, of a shape and in float32 or float64."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.shape == shape
+        and tensor.dtype in _FLOATS
+    )

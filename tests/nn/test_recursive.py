@@ -23,13 +23,19 @@ def layer(**options):
     return RecursiveLinear(INPUTS, OUTPUTS, **{"dtype": torch.float64, **options})
 
 
-def ridge(x, y, weights, regularization=1.0, penalty=1.0, bias=True):
-    """Weights and, in the last column, biases, by a dense decomposition."""
-    if bias:
-        x = torch.cat([x, x.new_ones(len(x), 1)], 1)
-    roots = torch.cat([weights.sqrt(), x.new_full((x.shape[1],), (penalty * regularization) ** 0.5)])[:, None]
-    rows = torch.cat([x, torch.eye(x.shape[1], dtype=x.dtype)])
-    return torch.linalg.lstsq(roots * rows, roots * torch.cat([y, y.new_zeros(x.shape[1], y.shape[1])])).solution.T
+def ridge(x, y, weights=None, regularization=1.0, forgetting=1.0, bias=True):
+    """Weights and, in the last column, biases: by normal equations, as the guide's page defines them."""
+    x = torch.cat([x, x.new_ones(len(x), 1)], 1) if bias else x
+    weights = x.new_ones(len(x)) if weights is None else weights
+    unit = torch.eye(x.shape[1], dtype=x.dtype)
+    A, b = regularization * unit, x.new_zeros(x.shape[1], y.shape[1])
+    period = round(1 / (1 - forgetting)) if forgetting < 1 else len(x)
+    for s, (row, target, weight) in enumerate(zip(x, y, weights, strict=True)):
+        if s and s % period == 0:
+            renewed = (1 - forgetting**period) * regularization
+            A, b = A + renewed * unit, b + renewed * torch.linalg.solve(A, b)
+        A, b = (forgetting * old + weight * torch.outer(row, new) for old, new in ((A, row), (b, target)))
+    return torch.linalg.solve(A, b).T
 
 
 def joined(trained):
@@ -45,10 +51,14 @@ def test_forgetting_counts_rows_and_the_result_does_not_depend_on_batches(option
     (x, y), trained = data(), layer(**options)
     for rows, targets in zip(x.split(batch), y.split(batch), strict=True):
         trained.update(rows, targets)
-    ages = torch.arange(ROWS - 1, -1, -1, dtype=torch.float64)
-    δ, bias = options.get("regularization", 1.0), options.get("bias", True)
-    expected = ridge(x, y, forgetting**ages, δ, forgetting**ROWS, bias)
+    expected = ridge(x, y, None, options.get("regularization", 1.0), forgetting, options.get("bias", True))
     torch.testing.assert_close(joined(trained), expected, rtol=0, atol=1e-12)
+
+
+def test_rows_of_weights_and_of_none_count_as_rows_where_old_ones_fade():
+    (x, y), trained, weights = data(), layer(forgetting=0.9), torch.arange(ROWS).double() % 3
+    trained.update(x, y, weights)
+    torch.testing.assert_close(joined(trained), ridge(x, y, weights, 1.0, 0.9), rtol=0, atol=1e-12)
 
 
 def test_weights_of_rows_count_as_repetitions():
@@ -68,22 +78,33 @@ def test_labels_stand_for_one_hot_targets():
     assert torch.equal(joined(by_label), joined(by_target))
 
 
-def test_added_outputs_are_as_if_they_had_been_zero_all_along():
-    (x, y), grown, whole = data(), layer(forgetting=0.95), RecursiveLinear(INPUTS, 5, forgetting=0.95).double()
-    padded = nn.functional.pad(y, (0, 2))
-    grown.update(x, y)
-    whole.update(x, padded)
-    grown.add_outputs(2)
-    for trained in (grown, whole):
-        trained.update(x.flip(0), padded.roll(1, 1))
-    assert grown.out_features == 5
+@pytest.mark.parametrize("forgetting", [0.9, 1.0])
+@pytest.mark.parametrize(("inputs", "outputs"), [(0, 2), (3, 0), (1, 1)])
+def test_added_features_are_as_if_they_had_been_zero_all_along(inputs, outputs, forgetting):
+    (x, y), options = data(), {"forgetting": forgetting, "regularization": 0.5, "dtype": torch.float64}
+    grown, whole = layer(**options), RecursiveLinear(INPUTS + inputs, OUTPUTS + outputs, **options)
+    wider, longer = nn.functional.pad(x, (0, inputs)), nn.functional.pad(y, (0, outputs))
+    grown.update(x[:25], y[:25])
+    whole.update(wider[:25], longer[:25])
+    if inputs:
+        grown.add_inputs(inputs)
+    if outputs:
+        grown.add_outputs(outputs)
+    resumed = layer(**options)
+    resumed.load_state_dict(copy.deepcopy(grown.state_dict()))
+    assert (resumed.in_features, resumed.out_features) == (INPUTS + inputs, OUTPUTS + outputs)
+    for trained in (grown, resumed, whole):
+        trained.update(wider.roll(1, 1), longer.roll(1, 1))
+    assert torch.equal(joined(grown), joined(resumed))
     torch.testing.assert_close(joined(grown), joined(whole), rtol=0, atol=1e-13)
     torch.testing.assert_close(grown.noise_variance, whole.noise_variance, rtol=1e-12, atol=0)
+    variances = (trained.predictive_variance(wider.roll(1, 1)) for trained in (grown, whole))
+    torch.testing.assert_close(*variances, rtol=1e-11, atol=0)
 
 
 def test_float32_features_are_learnt_in_float64():
     x, y = data(torch.float32)
-    far, trained = x + 1000, RecursiveLinear(INPUTS, OUTPUTS, regularization=1e-3)
+    far, trained = x + 100, RecursiveLinear(INPUTS, OUTPUTS, regularization=1e-3)
     for _ in range(50):
         trained.update(far, y)
     expected = ridge(far.double(), y.double(), torch.full((ROWS,), 50.0, dtype=torch.float64), 1e-3)
@@ -124,6 +145,47 @@ def test_a_stream_goes_on_bit_for_bit(way):
     assert torch.equal(whole.get_extra_state()["factor"], resumed.get_extra_state()["factor"])
 
 
+@pytest.mark.parametrize("forgetting", [0.9, 1.0])
+def test_a_state_of_an_older_version_is_gone_on_from(forgetting):
+    (x, y), older, trained = data(), layer(regularization=1e-3), layer(forgetting=forgetting)
+    older.update(x, y)
+    state = copy.deepcopy(older.state_dict())
+    state["_extra_state"] = {name: state["_extra_state"][name] for name in ("weights", "factor", "samples")}
+    trained.load_state_dict(state)
+    assert torch.equal(joined(trained), joined(older))
+    trained.update(x[:1], trained(x[:1]))
+    torch.testing.assert_close(joined(trained), joined(older), rtol=0, atol=1e-12)
+    trained.update(x, x @ torch.ones(INPUTS, OUTPUTS).double())
+    assert (trained(x) - x.sum(1, keepdim=True)).abs().max() < (older(x) - x.sum(1, keepdim=True)).abs().max()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"forgetting": 0.9}, "of a layer with forgetting=1.0, and this one has 0.9: make it with forgetting=1.0"),
+        ({"regularization": 0.1}, "with regularization=1.0, and this one has 0.1"),
+    ],
+)
+def test_a_state_of_another_problem_is_refused(options, message):
+    (x, y), older, trained = data(), layer(), layer(**options)
+    older.update(x, y)
+    with pytest.raises(ValueError, match=message):
+        trained.load_state_dict(older.state_dict())
+    assert not joined(trained).any()
+    assert all(f"{name}={value:g}" in repr(trained) for name, value in options.items())
+
+
+@pytest.mark.parametrize("convert", [lambda t: t.numpy(), lambda t: t.tolist(), lambda t: t[:, None].numpy()[:, 0]])
+def test_arrays_and_lists_are_tensors(convert):
+    (x, y), trained, expected = data(), layer(), layer()
+    expected.update(x, y)
+    expected.update(x.round(), torch.arange(ROWS) % OUTPUTS, torch.arange(ROWS))
+    trained.update(convert(x), convert(y))
+    trained.update(convert(x.round().int()), convert(torch.arange(ROWS) % OUTPUTS), convert(torch.arange(ROWS)))
+    assert torch.equal(joined(trained), joined(expected))
+    assert torch.equal(trained.predictive_variance(convert(x)), trained.predictive_variance(x))
+
+
 def test_conversions_leave_the_state_alone():
     (x, y), trained = data(), layer()
     trained.update(x, y)
@@ -143,6 +205,10 @@ def test_gradients_pass_to_features_and_not_to_the_layer():
     assert not any(parameter.requires_grad or parameter.grad is not None for parameter in trained.parameters())
 
 
+def one_output():
+    return RecursiveLinear(2, 1)
+
+
 NAN = torch.full((1, INPUTS), float("nan"), dtype=torch.float64)
 REFUSED = [
     ((torch.ones(2, 4), torch.ones(2, 3)), ValueError, r"x must be \(..., 5\), got \(2, 4\)"),
@@ -157,6 +223,17 @@ REFUSED = [
     ((NAN, torch.ones(1, 3)), NotFinite, "nothing was learnt from these rows. Leave them out"),
     ((NAN.expand(4, 5), torch.ones(4, 3)), NotFinite, "NaN, infinity"),
     ((torch.ones(1, 5), torch.full((1, 3), float("inf"))), NotFinite, "NaN, infinity"),
+    (([[1.0] * 5, [1.0]], torch.ones(2, 3)), TypeError, "x must be a tensor, an array or nested lists of real numbers"),
+    ((torch.ones(1, 5), [["a", "b", "c"]]), TypeError, r"y must be a tensor, .* got \[\['a'"),
+    ((torch.ones(1, 5), None), TypeError, "y must be a tensor, .* got None"),
+    ((torch.ones(1, 5).bool(), torch.ones(1, 3)), ValueError, "and x is torch.bool"),
+    ((torch.ones(1, 5), torch.ones(1, 3).bool().numpy()), ValueError, "and y is torch.bool"),
+    ((torch.ones(1, 5), torch.ones(1, 3) * 1j), ValueError, "and y is torch.complex64"),
+    (((torch.ones(1, 5) * 1j).numpy(), torch.ones(1, 3)), ValueError, "and x is torch.complex64"),
+    ((torch.ones(1, 5), torch.ones(1, 3), torch.ones(1) * 1j), ValueError, "weights must be finite numbers >= 0"),
+    ((torch.ones(1, 5), torch.ones(1, 3), [float("nan")]), ValueError, "weights must be finite numbers >= 0"),
+    ((torch.ones(1, 5).to_sparse(), torch.ones(1, 3)), TypeError, "x must be a dense tensor that holds numbers, got a"),
+    ((torch.ones(1, 5, device="meta"), torch.ones(1, 3)), TypeError, "x must be .* on meta"),
 ]  # fmt: skip
 
 
@@ -182,13 +259,32 @@ def test_refused_rows_change_nothing(arguments, error, message):
         (lambda: layer(half_life=3, forgetting=0.9), "give forgetting or half_life, not both: got 0.9 and 3"),
         (lambda: layer(regularization=0), "regularization must be a finite number > 0, got 0"),
         (lambda: layer(dtype=torch.float16), "float32 or float64, and dtype is torch.float16"),
-        (lambda: layer().add_outputs(0), "add_outputs takes an integer >= 1, got 0"),
+        (lambda: layer(bias="no"), "bias must be True or False, got 'no'"),
+        (lambda: layer(bias=1), "bias must be True or False, got 1"),
+        (lambda: RecursiveLinear(0, 1), "in_features takes an integer in 1 ... 1048576, got 0"),
+        (lambda: RecursiveLinear(2.5, 1), "in_features takes .* got 2.5"),
+        (lambda: RecursiveLinear(10**12, 1), "in_features takes .* got 1000000000000"),
+        (lambda: RecursiveLinear(1, -1), "out_features takes .* got -1"),
+        (lambda: RecursiveLinear(1, None), "out_features takes .* got None"),
+        (lambda: RecursiveLinear(1, True), "out_features takes .* got True"),
+        (lambda: layer().add_outputs(0), "add_outputs takes an integer in 1 ... 1048576, got 0"),
+        (lambda: layer().add_inputs(1.5), "add_inputs takes an integer in 1 ... 1048576, got 1.5"),
+        (
+            lambda: one_output().update(torch.ones(1, 2), torch.tensor([0])),
+            "torch.int64, and the layer one output: conv",
+        ),
+        (lambda: one_output().update(torch.nested.nested_tensor([torch.ones(2)]), [[1.0]]), "x must .*, got a nested"),
+        (lambda: one_output().update([[1, 2]], [[0]]), "by .float.*labels need out_features >= 2"),
+        (
+            lambda: one_output().update(torch.ones(1, 2), torch.tensor([[1e149]]).double()),
+            "numbers above 1e\\+30 among",
+        ),
         (lambda: layer().set_extra_state(RecursiveLinear(3, 3).get_extra_state()), "state is of 4 inputs.*has 6"),
         (lambda: layer().predictive_variance(torch.ones(3)), r"x must be \(..., 5\), got \(3,\)"),
     ],
 )
 def test_what_cannot_be_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make()
 
 
@@ -200,6 +296,9 @@ def learn_a_share(rank):
         cut = place + {0: 0, 8: 3}.get(place, 4)
         rows = slice(place, place + 8) if rank is None else (slice(place, cut), slice(cut, place + 8))[rank]
         trained.update(x[rows], y[rows], weights=weights[rows])
+    trained.add_inputs(1)
+    last = slice(None) if rank is None else (slice(25), slice(25, None))[rank]
+    trained.update(nn.functional.pad(x, (1, 0))[last], y[last])
     return [joined(trained), trained.noise_variance]
 
 

@@ -1,23 +1,28 @@
-"""Ridge regression over all rows so far, by a triangular factor: exact recursive least squares.
+"""Ridge regression over all rows so far, by a triangular factor: exact recursive least squares that forgets safely.
 
-With inputs x, targets y, weights w of the rows, forgetting λ, regularization δ and initial weights Θ₀, the weights
-after t rows are::
+With inputs x, targets y, weights w of the rows, forgetting λ and regularization δ, the weights after t rows are::
 
-    Θ = argmin  Σₛ λᵗ⁻ˢ wₛ ‖Θ xₛ - yₛ‖² + λᵗ δ ‖Θ - Θ₀‖²
+    Θₜ = argmin  Σₛ λᵗ⁻ˢ wₛ ‖Θ xₛ - yₛ‖² + λᵗ δ ‖Θ‖² + Σⱼ λᵗ⁻ʲᵏ (1 - λᵏ) δ ‖Θ - Θⱼₖ‖²
+
+with k = 1/(1 - λ), rounded, and j = 1, 2, ... while jk < t: before each further k rows the part of the regularization
+that has faded is renewed, around the weights of that time. So it is λʳ δ, r rows later, and about δ/e at least, however
+long no row points in a direction. With λ = 1 this is ridge regression.
 
 Kept is the triangular factor of the joint Gram matrix of inputs and targets::
 
-    F = [R Z; 0 E]        Fᵀ F = Σₛ λᵗ⁻ˢ wₛ [xₛ yₛ]ᵀ [xₛ yₛ] + λᵗ δ [I Θ₀ᵀ]ᵀ [I Θ₀ᵀ]
+    F = [R Z; 0 E]        R Θᵀ = Z        RᵀR = Σₛ λᵗ⁻ˢ wₛ xₛ xₛᵀ + λʳ δ I
 
-so that R Θᵀ = Z, and the columns of E have the norms of the residuals. A block of rows is one QR decomposition of
-[√λ F; rows] (Golub and Van Loan, Matrix Computations, section 6.5.3, and 5.2.2 for the products of reflectors). Unlike
-the recursion of P = (RᵀR)⁻¹, it forms no product of the inputs with themselves: the error of Θ grows with the condition
-of R, not with its square, and columns of any scale are as good as others.
+and the columns of E have the norms of the residuals. A block of rows is one QR decomposition of [√λ F; rows] (Golub and
+Van Loan, Matrix Computations, section 6.5.3, and 5.2.2 for the products of reflectors). Unlike the recursion of
+P = (RᵀR)⁻¹, it forms no product of the inputs with themselves: columns of any scale are as good as others. With λ < 1
+targets are taken less the outputs before, and Θ changes by R⁻¹Z: rounding is in proportion to those differences, and
+does not gather where no row points.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -26,11 +31,11 @@ from torch import Tensor
 from lightning_struct.functional.checks import NotFinite
 
 # Singular values of R, with columns of norm 1, below this part of the largest are rounding: their directions keep their
-# weights.
-RANK_TOLERANCE = 1e-12
-# Rows of R do not forget below this size, so that the quotient of two forgotten numbers stays; rows of
-# data must be below its inverse.
-SMALLEST = 1e-150
+# weights. With λ < 1 such a direction can last, and rounding of that part's square, in units of residuals, be added
+# with every row.
+RANK_TOLERANCE, RANK_TOLERANCE_OF_FORGETTING = 1e-12, 1e-7
+# Norms of blocks of rows are below this, and weights in float32 below its range with room for many blocks.
+MOST, MOST_IN_FLOAT32 = 1e150, 1e30
 # Up to so many columns of F one decomposition by LAPACK takes less time than panels.
 FEW_COLUMNS = 48
 # Rows that are taken in at once, and columns whose reflectors are multiplied together.
@@ -42,116 +47,187 @@ class WeightedRidge:
 
     Args:
         weights: Θ, (q, d), float64, for d inputs, with the constant of a bias, and q outputs.
-        factor: F, (d + q, d + q), upper triangular, float64.
+        factor: F, (d + q, d + q), upper triangular, float64; with λ < 1, Z is not read.
+        regularization: δ > 0.
+        forgetting: λ in (0, 1].
         samples: Σₛ λᵗ⁻ˢ wₛ.
+        age: rows since the regularization was renewed; None: it is renewed before the next row.
 
     Attributes:
         weights: Θ; this and ``factor`` are changed in place by :meth:`learn`.
-        factor: F.
-        samples: see above.
-        one: (1, 1), input of a bias for one row.
+        factor: F; with λ < 1, Z is zero.
+        samples, age: see above.
+        is_quick: whether rows can be learnt by :meth:`learn_row`.
 
     Example:
-        >>> ridge = WeightedRidge.start(torch.zeros(1, 2, dtype=torch.float64), regularization=1e-9)
+        >>> ridge = WeightedRidge.start(2, 1, regularization=1e-9)
         >>> ridge.learn([torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.tensor([[3.0], [5.0]])])
         >>> ridge.weights.round(decimals=6)
         tensor([[3., 2.]], dtype=torch.float64)
     """
 
-    def __init__(self, weights: Tensor, factor: Tensor, samples: float = 0.0) -> None:
+    def __init__(
+        self,
+        weights: Tensor,
+        factor: Tensor,
+        regularization: float,
+        forgetting: float = 1.0,
+        samples: float = 0.0,
+        age: int | None = 0,
+    ) -> None:
         outputs, inputs = weights.shape
-        n = self._columns = inputs + outputs
-        self.samples = samples
+        n = inputs + outputs
+        self.regularization, self.forgetting, self.samples = regularization, forgetting, samples
+        self._period = max(1, round(1 / (1 - forgetting))) if forgetting < 1 else sys.maxsize
+        self.age = (self._period if forgetting < 1 else 0) if age is None else age
         # As LAPACK takes them, so that it copies nothing: column after column, with room for a row below F.
-        self.one = factor.new_ones(1, 1)
         self._stack, self._scales = factor.new_zeros(n, n + 1).T, factor.new_empty(n)
         self._solution = weights.clone(memory_format=torch.contiguous_format).T
         # Views of these, which take as long to make as a row of ten inputs to learn.
-        self.weights, self.factor, self._row = self._solution.T, self._stack[:n], self._stack[n:]
+        self.weights, self.factor = self._solution.T, self._stack[:n]
         self._R, self._Z = self.factor[:inputs, :inputs], self.factor[:inputs, inputs:]
         self._E = self.factor[inputs:, inputs:]
         self.factor.copy_(factor)
-        # Bounds on the diagonal of R from below, and on the norm of F from above; rounding decides nothing by them.
-        self._least, self._most = 0.0, math.inf
+        self.is_quick = n <= FEW_COLUMNS and factor.device.type == "cpu"
+        if self.is_quick:  # NumPy takes a third of torch's time for so few numbers
+            self._array, self._theta = self._stack.numpy(), self.weights.numpy()
+            self._below = ~_upper(torch.ones_like(self._stack)).bool().numpy()
+        # Bounds on the diagonal of R from below, and on the norm of R from above; rounding decides nothing by them.
+        self._floor, self._most = 0.0, math.inf
+        if forgetting < 1:
+            self._Z.zero_()
+            self._floor = math.sqrt(regularization * forgetting**self._period)
+        self._least = self._floor
+        self._tolerance = RANK_TOLERANCE_OF_FORGETTING if forgetting < 1 else RANK_TOLERANCE
+        smallest = self._floor or math.sqrt(regularization)
+        self._limits = {torch.float64: MOST, torch.float32: min(MOST, MOST_IN_FLOAT32 * smallest)}
 
     @staticmethod
-    def start(weights: Tensor, regularization: float) -> WeightedRidge:
-        """Recursion before the first row, with Θ₀ = ``weights``, (q, d), float64, and δ."""
-        ridge = WeightedRidge(weights, weights.new_zeros([sum(weights.shape)] * 2))
+    def start(
+        inputs: int, outputs: int, regularization: float, forgetting: float = 1.0, device: Any = None
+    ) -> WeightedRidge:
+        """Recursion before the first row."""
+        weights = torch.zeros(outputs, inputs, dtype=torch.float64, device=device)
+        ridge = WeightedRidge(weights, weights.new_zeros([inputs + outputs] * 2), regularization, forgetting)
         ridge._R.fill_diagonal_(math.sqrt(regularization))
-        ridge._Z.copy_(weights.T * math.sqrt(regularization))
         return ridge
 
+    def _with(self, weights: Tensor, factor: Tensor) -> WeightedRidge:
+        return WeightedRidge(weights, factor, self.regularization, self.forgetting, self.samples, self.age)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return WeightedRidge, (self.weights, self.factor, self.samples)
+        state = self.weights, self.factor, self.regularization, self.forgetting, self.samples, self.age
+        return WeightedRidge, state
 
     def to(self, device: torch.device) -> WeightedRidge:
         """The same on another device."""
-        return WeightedRidge(self.weights.to(device), self.factor.to(device), self.samples)
+        return self._with(self.weights.to(device), self.factor.to(device))
 
-    def learn(self, columns: list[Tensor], kept: float = 1.0, weights: Tensor | None = None) -> None:
-        """Take rows in, and forget a part of those before.
+    def learn(self, columns: list[Tensor], weights: Tensor | None = None, dtype: torch.dtype = torch.float64) -> None:
+        """Take rows in, in their order, each of which forgets a part of those before.
 
-        If R is then singular to rounding, as after λ < 1 has forgotten directions in which no row points, Θ is the
-        minimum that is nearest to the Θ before.
+        If R is then singular to rounding, Θ is the minimum that is nearest to the Θ before.
 
         Args:
             columns: tensors (m, ·) with d + q columns in all: inputs, then targets.
-            kept: λᵗ by which the weights of the rows before are multiplied, in [0, 1].
             weights: of the rows, (m,), float64; None: 1.
+            dtype: float32 or float64, in which Θ must be finite.
 
         Raises:
             NotFinite: there are NaN, infinite or immense numbers among them; nothing has changed.
         """
-        m, is_small = len(columns[0]), self._columns <= FEW_COLUMNS
-        is_row = is_small and m == 1 and weights is None
-        if is_row:
-            norm = math.hypot(*torch.cat(columns, 1, out=self._row).tolist()[0])
-        else:
-            rows = torch.cat(columns, 1).to(torch.float64)
-            if weights is not None:
-                rows = rows * weights.sqrt()[:, None]
-            norm = float(torch.linalg.vector_norm(rows))
-        if not norm < 1 / SMALLEST:
+        rows = torch.cat(columns, 1).to(torch.float64)
+        weights = rows.new_ones(len(rows)) if weights is None else weights
+        self._check_norm(float(torch.linalg.vector_norm(rows * weights.sqrt()[:, None])), dtype)
+        while len(rows):
+            if self.age == self._period:
+                self._renew()
+            m = min(len(rows), self._period - self.age)
+            part, of_part, rows, weights = rows[:m], weights[:m], rows[m:], weights[m:]
+            if self.forgetting < 1:
+                of_part = of_part * self.forgetting ** torch.arange(m - 1, -1, -1).to(of_part)
+                inputs, targets = part.split(self._R.shape[:1] + self._E.shape[:1], 1)
+                part = torch.cat([inputs, targets - inputs @ self._solution], 1)
+                self.factor.mul_(self.forgetting ** (m / 2))
+            part = part * of_part.sqrt()[:, None]
+            self._count(m, of_part.sum().item(), float(torch.linalg.vector_norm(part)))
+            self._eliminate(part)
+            self._solve()
+
+    def learn_row(self, inputs: Tensor, targets: Tensor, dtype: torch.dtype = torch.float64) -> None:
+        """Do the same for one row, in less time.
+
+        Args:
+            inputs: (1, d), on the CPU, in float32 or float64; or (1, d - 1), and the last one is 1.
+            targets: (1, q).
+            dtype: as above.
+
+        Raises:
+            NotFinite: as above.
+        """
+        n, d = self._scales.shape[0], self._R.shape[0]
+        row = self._array[n]
+        row.fill(1.0)
+        row[: inputs.shape[1]], row[d:] = inputs.detach().numpy(), targets.detach().numpy()
+        norm = math.sqrt(row.dot(row))
+        self._check_norm(norm, dtype)
+        if self.age == self._period:
+            self._renew()
+        if self.forgetting < 1:
+            row[d:] -= self._theta @ row[:d]
+            self._array[:n] *= math.sqrt(self.forgetting)
+        self._count(1, 1.0, norm)
+        torch.geqrf(self._stack, out=(self._stack, self._scales))
+        self._array[self._below] = 0
+        self._solve()
+
+    def _check_norm(self, norm: float, dtype: torch.dtype) -> None:
+        if not norm < self._limits[dtype]:
             raise NotFinite(
-                f"NaN, infinity or numbers above {1 / SMALLEST:g} among inputs and targets: nothing was learnt from "
-                "these rows. Leave them out"
+                f"NaN, infinity or numbers above {self._limits[dtype]:g} among inputs and targets: nothing was learnt "
+                "from these rows. Leave them out"
             )
-        if kept < 1:
-            self._forget(math.sqrt(kept))
-        self.samples = kept * self.samples + (m if weights is None else weights.sum().item())
-        self._most = math.hypot(self._most, norm)
-        if is_row:
-            torch.geqrf(self._stack, out=(self._stack, self._scales))
-            self._stack.triu_()
-        elif is_small:
-            self.factor.copy_(torch.geqrf(torch.cat([self.factor, rows]))[0][: self._columns].triu_())
+
+    def _count(self, rows: int, weight: float, norm: float) -> None:
+        """Forget once for each of so many rows of a weight and norm together, and keep account of them."""
+        kept = self.forgetting**rows
+        self.age += rows
+        self.samples = kept * self.samples + weight
+        self._least, self._most = max(self._floor, math.sqrt(kept) * self._least), math.hypot(self._most, norm)
+
+    def _renew(self) -> None:
+        """Bring back the part of the regularization that has faded, around the present weights."""
+        d, n = self._R.shape[0], self._scales.shape[0]
+        rows = torch.eye(d, n, dtype=self.factor.dtype, device=self.factor.device)
+        self._eliminate(rows * math.sqrt(self.regularization * (1 - self.forgetting**self._period)))
+        self._most, self.age = math.hypot(self._most, math.sqrt(self.regularization * d)), 0
+
+    def _eliminate(self, rows: Tensor) -> None:
+        """Make F that of [F; rows]."""
+        n = self._scales.shape[0]
+        if n <= FEW_COLUMNS:
+            self.factor.copy_(_upper(torch.geqrf(torch.cat([self.factor, rows]))[0][:n]))
         else:
             for block in rows.split(MOST_ROWS):
                 _eliminate_(self.factor, block)
-        self._solve()
-
-    def _forget(self, root: float) -> None:
-        """Multiply F by a number in [0, 1), but rows of R that are small already."""
-        self._least, self._most = root * self._least, root * self._most
-        if self._least > SMALLEST:
-            self.factor.mul_(root)
-            return
-        self._least = 0.0
-        size = torch.linalg.vector_norm(self.factor, math.inf, dim=1, keepdim=True)
-        size[len(self._R) :] = math.inf  # residuals may vanish
-        self.factor.mul_((SMALLEST / size).clamp(root, 1))
 
     def _solve(self) -> None:
         """Put Θ at the minimum."""
         R, Z, solution = self._R, self._Z, self._solution
-        if self._least <= RANK_TOLERANCE * self._most:
+        forgets = self.forgetting < 1  # then Z is that of the change of Θ
+        if self._least <= self._tolerance * self._most:
             diagonal, norms = R.diagonal().abs(), torch.linalg.vector_norm(R, dim=0)
             self._least, self._most = diagonal.min().item(), float(torch.linalg.vector_norm(self.factor))
-            if not (diagonal > RANK_TOLERANCE * norms).all():
-                solution.add_(_least_change(R, Z - R @ solution))
+            if not (diagonal > self._tolerance * norms).all():
+                solution.add_(_least_change(R, Z if forgets else Z - R @ solution, self._tolerance))
+                if forgets:
+                    Z.zero_()
                 return
-        torch.linalg.solve_triangular(R, Z, upper=True, out=solution)
+        if forgets:
+            solution.add_(torch.linalg.solve_triangular(R, Z, upper=True))
+            Z.zero_()
+        else:
+            torch.linalg.solve_triangular(R, Z, upper=True, out=solution)
 
     def variance_factors(self, rows: Tensor) -> Tensor:
         """xᵀ(RᵀR)⁻¹x, (m,), of rows (m, d), float64."""
@@ -162,11 +238,25 @@ class WeightedRidge:
         return self._E.square().sum(0)
 
     def with_outputs(self, number: int) -> WeightedRidge:
-        """A copy with more outputs, whose targets and initial weights were zero so far."""
+        """A copy with more outputs, whose targets were zero so far."""
         pad = torch.nn.functional.pad
-        return WeightedRidge(
-            pad(self.weights, (0, 0, 0, number)), pad(self.factor, (0, number, 0, number)), self.samples
-        )
+        return self._with(pad(self.weights, (0, 0, 0, number)), pad(self.factor, (0, number, 0, number)))
+
+    def with_inputs(self, number: int, place: int) -> WeightedRidge:
+        """A copy with more inputs, which were zero so far, before the one with a number."""
+        pad, n = torch.nn.functional.pad, self._scales.shape[0]
+        order = [*range(place), *range(n, n + number), *range(place, n)]
+        factor = pad(self.factor, (0, number, 0, number))[order][:, order]
+        new = factor.diagonal()[place : place + number]
+        new.fill_(math.sqrt(self.regularization * self.forgetting**self.age))
+        weights = self.weights
+        return self._with(torch.cat([weights[:, :place], pad(weights[:, place:], (number, 0))], 1), factor)
+
+
+def _upper(matrix: Tensor, diagonal: int = 0) -> Tensor:
+    """The upper triangle: ``triu`` starts threads for the smallest matrix, and waits for them."""
+    rows, columns = (torch.arange(size, device=matrix.device) for size in matrix.shape)
+    return torch.where(columns >= rows[:, None] + diagonal, matrix, 0.0)
 
 
 def _eliminate_(factor: Tensor, rows: Tensor) -> None:
@@ -180,12 +270,12 @@ def _eliminate_(factor: Tensor, rows: Tensor) -> None:
         own, rest = slice(first, first + PANEL), slice(first + PANEL, n)
         width = len(factor[own])
         reflectors, scales = torch.geqrf(torch.cat([factor[own, own], rows[:, own]]))
-        factor[own, own] = reflectors[:width].triu()
+        factor[own, own] = _upper(reflectors[:width])
         if rest.start >= n:
             return
         V = reflectors[width:]
         is_used = scales != 0  # else the column of the rows is zero, and stays as it is
-        inverse = (V.T @ V).triu(1)
+        inverse = _upper(V.T @ V, 1)
         inverse.diagonal().copy_(torch.where(is_used, scales, 1).reciprocal())
         T = torch.linalg.solve_triangular(inverse, torch.diag(is_used.to(factor)), upper=True)
         step = T.T @ (factor[own, rest].addmm(V.T, rows[:, rest]))
@@ -193,12 +283,12 @@ def _eliminate_(factor: Tensor, rows: Tensor) -> None:
         rows[:, rest].addmm_(V, step, alpha=-1)
 
 
-def _least_change(R: Tensor, residuals: Tensor) -> Tensor:
+def _least_change(R: Tensor, residuals: Tensor, tolerance: float) -> Tensor:
     """The least Δ, (d, q), among the minima of ‖R Δ - residuals‖, with R singular to rounding."""
     norms = torch.linalg.vector_norm(R, dim=0)
     norms = torch.where(norms > 0, norms, 1)[:, None]
     U, S, Vh = torch.linalg.svd(R / norms.T)
-    rank = int((S > RANK_TOLERANCE * S[0]).sum())
+    rank = int((S > tolerance * S[0]).sum())
     change = Vh[:rank].T @ (U[:, :rank].T @ residuals / S[:rank, None]) / norms
     kernel = torch.linalg.qr(Vh[rank:].T / norms)[0]
     return change - kernel @ (kernel.T @ change)

@@ -1,9 +1,11 @@
-"""The recursion of ridge regression against its solution in exact rationals, and against dense decompositions."""
+"""The recursion of ridge regression against its definition in 60 digits, and against dense decompositions."""
 
-from fractions import Fraction
+from decimal import Decimal, localcontext
+from itertools import product
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_struct.functional.curvature.weighted_ridge import FEW_COLUMNS, WeightedRidge
 from tests.cases import gaussian
@@ -16,72 +18,116 @@ FEATURES = {
 }
 
 
-def fractions(tensor):
-    return [[Fraction(value) for value in row] for row in tensor.tolist()]
-
-
-def exact_solution(gram):
-    """Of the normal equations [A | b], in rationals."""
-    size = len(gram)
-    for i in range(size):
-        pivot = max(range(i, size), key=lambda row: abs(gram[row][i]))
-        gram[i], gram[pivot] = gram[pivot], gram[i]
-        for row in range(size):
-            if row != i:
-                factor = gram[row][i] / gram[i][i]
-                gram[row] = [a - factor * b for a, b in zip(gram[row], gram[i], strict=True)]
-    return torch.tensor([float(row[-1] / row[i]) for i, row in enumerate(gram)], dtype=torch.float64)
+def solution(A, b):
+    """Of A Θ = b, by Gauss-Jordan elimination; A is positive definite."""
+    system = [[*row, right] for row, right in zip(A, b, strict=True)]
+    for i, row in enumerate(system):
+        row[i:] = [value / row[i] for value in row[i:]]
+        for other in system[:i] + system[i + 1 :]:
+            other[i:] = [a - other[i] * value for a, value in zip(other[i:], row[i:], strict=True)]
+    return [row[-1] for row in system]
 
 
 def exact_ridge(inputs, targets, forgetting, regularization):
-    number, size = inputs.shape
-    λ, rows = Fraction(forgetting), fractions(torch.cat([inputs, targets[:, None]], 1))
-    gram = [[λ**number * Fraction(regularization) * (i == j) for j in range(size + 1)] for i in range(size)]
-    for age, row in enumerate(reversed(rows)):
-        gram = [[a + λ**age * row[i] * b for a, b in zip(gram[i], row, strict=True)] for i in range(size)]
-    return exact_solution(gram)
+    """Θ before each row and after the last, (rows + 1, d), by the definition in 60 digits."""
+    with localcontext() as context:
+        context.prec = 60
+        λ, δ, size = Decimal(forgetting), Decimal(regularization), range(inputs.shape[1])
+        k = round(1 / (1 - forgetting)) if forgetting < 1 else len(inputs)
+        A, b, found = [[δ * (i == j) for j in size] for i in size], [Decimal(0)] * len(size), [[Decimal(0)] * len(size)]
+        rows = [list(map(Decimal, row)) for row in torch.cat([inputs, targets[:, None]], 1).tolist()]
+        for s, (*x, y) in enumerate(rows):
+            if s and s % k == 0:  # the regularization is renewed, around the weights of this time
+                renewed = (1 - λ**k) * δ
+                A = [[A[i][j] + renewed * (i == j) for j in size] for i in size]
+                b = [b[i] + renewed * found[-1][i] for i in size]
+            A = [[λ * A[i][j] + x[i] * x[j] for j in size] for i in size]
+            b = [λ * b[i] + x[i] * y for i in size]
+            found.append(solution(A, b))
+        return torch.tensor([[float(value) for value in each] for each in found], dtype=torch.float64)
 
 
-def ridge_of_zeros(inputs, regularization=1.0):
-    return WeightedRidge.start(torch.zeros(1, inputs, dtype=torch.float64), regularization)
+def learn(ridge, inputs, targets, block):
+    """Θ before each block and after the last."""
+    found = [ridge.weights[0].clone()]
+    for x, y in zip(inputs.split(block), targets[:, None].split(block), strict=True):
+        if block == 1:
+            ridge.learn_row(x, y)
+        else:
+            ridge.learn([x, y])
+        found.append(ridge.weights[0].clone())
+    return torch.stack(found)
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("one_block", [False, True])
+@pytest.mark.parametrize("block", [1, ROWS])
 @pytest.mark.parametrize(
     ("forgetting", "regularization"), [(1.0, 1.0), (1.0, 1e-10), (1.0, 1e-30), (0.95, 1.0), (0.5, 1e-6)]
 )
 @pytest.mark.parametrize("name", FEATURES)
-def test_weights_are_those_of_exact_rationals(name, forgetting, regularization, one_block):
+def test_weights_are_those_of_the_definition(name, forgetting, regularization, block):
     inputs = FEATURES[name]
     size = inputs.shape[1]
     targets = inputs @ torch.arange(1.0, size + 1).double() + 0.01 * gaussian(ROWS, seed=3)
-    ridge = ridge_of_zeros(size, regularization)
-    if one_block:
-        ages = torch.arange(ROWS - 1, -1, -1, dtype=torch.float64)
-        ridge.learn([inputs, targets[:, None]], forgetting**ROWS, forgetting**ages)
-    else:
-        for x, y in zip(inputs, targets, strict=True):
-            ridge.learn([x[None], y[None, None]], forgetting)
-    expected = exact_ridge(inputs, targets, forgetting, regularization)
+    ridge = WeightedRidge.start(size, 1, regularization, forgetting)
+    found = learn(ridge, inputs, targets, block)[-1]
+    expected = exact_ridge(inputs, targets, forgetting, regularization)[-1]
     condition = torch.linalg.cond(ridge.factor[:size, :size])
-    assert (ridge.weights[0] - expected).norm() <= 1e-14 * condition * expected.norm()
+    assert (found - expected).norm() <= 1e-14 * condition * expected.norm()
+
+
+LONG = 400
+REST = slice(60, 360)
+
+
+def stream(name):
+    """Inputs whose weak directions get no rows for long, and then do again; targets with noise."""
+    noise, x, one = 0.1 * gaussian(LONG, seed=5), 5 + gaussian(LONG, seed=6), torch.ones(LONG).double()
+    if name == "a sensor rests":
+        x[REST] = 5
+        return torch.stack([x, one], 1), 2 * x + 1 + noise
+    if name == "a sensor is doubled for long":
+        twin = x + gaussian(LONG, seed=7)
+        twin[: REST.stop] = x[: REST.stop]
+        return torch.stack([x, twin, one], 1), x + twin + noise
+    if name == "constants, zeros and a drift":
+        rare, slopes = gaussian(LONG, seed=8), torch.linspace(1, 3, LONG).double()
+        rare[: REST.stop] = 0
+        return torch.stack([x, 3 * one, rare, one], 1), slopes * x + rare + noise
+    hours = torch.arange(LONG) % 6
+    hours[REST] %= 3
+    return torch.cat([torch.eye(6).double()[hours], one[:, None]], 1), hours + noise
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("block", [1, 7, LONG])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("forgetting", "regularization"),
+    [(0.9, 1e-18), (0.99, 1e-18), *product((0.9, 0.95, 0.99, 1.0), (1e-10, 1e-4, 1.0))],
+)
+@pytest.mark.parametrize(
+    "name", ["a sensor rests", "a sensor is doubled for long", "constants, zeros and a drift", "hours"]
+)
+def test_predictions_are_as_good_as_in_60_digits(name, forgetting, regularization, dtype, block):
+    inputs, targets = (tensor.to(dtype) for tensor in stream(name))
+    exact = exact_ridge(inputs.double(), targets.double(), forgetting, regularization)
+    found = learn(WeightedRidge.start(inputs.shape[1], 1, regularization, forgetting), inputs, targets, block)
+    for x, y, Θ, expected in zip(inputs.split(block), targets.split(block), found, exact[::block], strict=False):
+        errors, least = ((x.double() @ weights - y).abs() for weights in (Θ, expected))
+        assert (errors <= 2 * least + 1e-6 * targets.abs().max()).all()
+    assert found.abs().max() <= 10 * exact.abs().max()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forgetting", [1.0, 0.99])
 def test_many_rows_leave_nothing_but_rounding(forgetting):
-    number = 10_000
+    number = 3_000
     inputs = gaussian(number, 3, seed=4) + torch.tensor([0.0, 100.0, 1.0])
-    targets = inputs @ torch.tensor([[3.0], [-1.0], [2.0]]).double() + gaussian(number, 1, seed=5)
-    ridge = ridge_of_zeros(3)
-    for row in torch.cat([inputs, targets], 1).split(1):
-        ridge.learn([row], forgetting)
-    roots = forgetting ** (torch.arange(number - 1, -1, -1, dtype=torch.float64)[:, None] / 2)
-    penalty = forgetting ** (number / 2) * torch.eye(3, 4, dtype=torch.float64)
-    rows = torch.cat([penalty, roots * torch.cat([inputs, targets], 1)])
-    expected = torch.linalg.lstsq(rows[:, :3], rows[:, 3:]).solution
-    torch.testing.assert_close(ridge.weights.T, expected, rtol=0, atol=1e-11)
+    targets = inputs @ torch.tensor([3.0, -1.0, 2.0]).double() + gaussian(number, seed=5)
+    found = learn(WeightedRidge.start(3, 1, 1.0, forgetting), inputs, targets, 1)
+    expected = exact_ridge(inputs, targets, forgetting, 1.0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("block", [1, 7, 200])
@@ -89,12 +135,11 @@ def test_many_columns_are_eliminated_by_panels(block):
     size = 2 * FEW_COLUMNS + 5
     inputs, targets = gaussian(200, size), gaussian(200, 2, seed=1)
     inputs[:, [0, 3, size - 1]] = 0  # reflectors that are the identity
-    start = gaussian(2, size, seed=2)
-    ridge = WeightedRidge.start(start, regularization=0.5)
+    ridge = WeightedRidge.start(size, 2, regularization=0.5)
     for rows in torch.cat([inputs, targets], 1).split(block):
         ridge.learn([rows])
-    root = 0.5**0.5
-    stacked = torch.cat([root * torch.eye(size, dtype=torch.float64), inputs]), torch.cat([root * start.T, targets])
+    root = 0.5**0.5 * torch.eye(size, dtype=torch.float64)
+    stacked = torch.cat([root, inputs]), torch.cat([torch.zeros(size, 2).double(), targets])
     expected = torch.linalg.lstsq(*stacked).solution
     torch.testing.assert_close(ridge.weights.T, expected, rtol=0, atol=1e-13)
     residuals = (stacked[1] - stacked[0] @ expected).square().sum(0)
@@ -102,27 +147,36 @@ def test_many_columns_are_eliminated_by_panels(block):
     assert torch.equal(ridge.factor, ridge.factor.triu())
 
 
-def test_a_direction_that_is_forgotten_keeps_its_weights():
-    """After (1, 5) alone for long, weights change along it only: (5, -1) is below rounding."""
-    ridge = ridge_of_zeros(2)
-    for x in (*gaussian(20, 2), *torch.tensor([[1.0, 5.0]]).double().expand(600, 2)):
-        ridge.learn([x[None], x[None] @ torch.tensor([[2.0], [-1.0]]).double()], 0.9)
-    before = ridge.weights.clone()
-    for _ in range(250):
-        ridge.learn([torch.tensor([[1.0, 5.0, 23.0]]).double()], 0.9)
-    change = ridge.weights - before
-    torch.testing.assert_close(change, torch.tensor([[1.0, 5.0]]).double(), rtol=0, atol=1e-9)
+@pytest.mark.parametrize("size", [3, 2 * FEW_COLUMNS])
+def test_what_no_row_points_at_keeps_its_weights(size):
+    """After x alone for long, weights change along x only; and blocks learn what their rows do."""
+    ridges = [WeightedRidge.start(size, 1, 1.0, forgetting=0.9) for _ in range(2)]
+    rows, x = gaussian(3 * size, size), gaussian(1, size, seed=1).expand(300, -1)
+    for ridge, block in zip(ridges, (50, 300), strict=True):
+        learn(ridge, rows, rows.sum(1), block)
+        learn(ridge, x, x.sum(1), block)
+    before, other = (ridge.weights[0].clone() for ridge in ridges)
+    torch.testing.assert_close(before, other, rtol=0, atol=1e-11)
+    learn(ridges[0], x, x.sum(1) + 3, 300)
+    change = 3 * x[0] / x[0].square().sum()
+    torch.testing.assert_close(ridges[0].weights[0] - before, change, rtol=0, atol=0.1 * change.abs().max().item())
+    along = (ridges[0].weights[0] - before) @ x[0] / x[0].square().sum() * x[0]
+    torch.testing.assert_close(ridges[0].weights[0] - before, along, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("columns", [3, 2 * FEW_COLUMNS])
-def test_an_input_that_never_comes_again_keeps_its_weight_however_long(columns):
-    ridge, generator = ridge_of_zeros(columns), torch.Generator().manual_seed(0)
-    ridge.learn([5 * torch.eye(columns).double(), torch.ones(columns, 1).double()])
-    before = ridge.weights[0, 0].clone()
-    for _ in range(60):
-        rows = torch.randn(3 * columns, columns, generator=generator, dtype=torch.float64)
-        rows[:, 0] = 0
-        ridge.learn([rows, rows.sum(1, keepdim=True)], 1e-12)
-    expected = torch.ones(columns, dtype=torch.float64)
-    expected[0] = before
-    torch.testing.assert_close(ridge.weights[0], expected, rtol=1e-12, atol=1e-12)
+class Names(TorchDispatchMode):
+    """The operations of torch that are called."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names = {*getattr(self, "names", ()), function.overloadpacket.__name__}
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("block", [1, 9])
+@pytest.mark.parametrize("size", [3, 2 * FEW_COLUMNS])
+def test_no_threads_are_started_for_a_few_numbers(size, block):
+    """``triu`` does so at any size, and waits for them for milliseconds when other programs run."""
+    x = gaussian(18, size)
+    with Names() as called:
+        learn(WeightedRidge.start(size, 1, 1.0, forgetting=0.9), x, x.sum(1), block if size == 3 else 9)
+    assert called.names.isdisjoint({"triu", "triu_", "tril", "tril_"}) and "geqrf" in called.names

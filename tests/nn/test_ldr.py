@@ -95,14 +95,6 @@ def test_an_ensemble_is_mapped_over_by_a_method_for_any_operators(on_meta):
     torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_scaled_method_refuses_zeros_and_names_the_remedy():
-    layer = LDRSubdiagonal(64, 64, method="scaled")
-    with torch.no_grad():
-        layer.subdiagonal_b[7] = 0.0
-    with pytest.raises(ValueError, match='b_subdiagonal.*method="tree"'):
-        layer(torch.randn(2, 64))
-
-
 def test_log_ranges():
     layer = LDRSubdiagonal(5, 4)
     with torch.no_grad():

@@ -14,7 +14,7 @@ LARGEST_PREPARED_MATRIX = 4096 * 4096
 _ODD_FACTORS = (1, 3, 5, 7, 9, 15, 25, 49, 125)
 # Transforms of at least this length take longer to plan than to compute, on a CPU; and rows times rank up to which
 # complex ones of half the length are faster.
-_LONG_PLAN, _ROWS_OF_HALF_LENGTH = 512, 64
+_LONG_PLAN, ROWS_OF_HALF_LENGTH = 512, 64
 # Multiplications of a matrix product that take as long as one number of a transform, and as the calls of transforms.
 _OF_TRANSFORMS, _OF_CALLS = 100, 20_000_000
 
@@ -64,11 +64,6 @@ def half_length_pays(m: int, n: int, device: torch.device) -> bool:
     That takes a square matrix of a size that transforms quickly, and a device that plans each transform anew.
     """
     return m == n == transform_length(2 * m) // 2 and 2 * m >= _LONG_PLAN and device.type == "cpu"
-
-
-def are_few_rows(rows: int, rank: int) -> bool:
-    """Whether so many rows are few enough for transforms of half the length."""
-    return rows * rank <= _ROWS_OF_HALF_LENGTH
 
 
 def factors_are_faster(k: int, m: int, n: int, rows: int) -> bool:

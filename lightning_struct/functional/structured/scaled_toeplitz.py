@@ -201,13 +201,9 @@ class ScaledToeplitzSpectra:
         return by_rows(self._multiply, x, self.in_scale.dtype).to(x.dtype)
 
     def _multiply(self, rows: Tensor) -> Tensor:
-        if self.half_length is not None and cost_model.are_few_rows(rows.shape[0], self.left.shape[0]):
+        if self.half_length is not None and rows.shape[0] * self.left.shape[0] <= cost_model.ROWS_OF_HALF_LENGTH:
             return self.half_length.matmul(rows)
         return _InputProduct.apply(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
-
-    def multiply_plainly(self, rows: Tensor) -> Tensor:
-        """(B, m) for (B, n), by operations that are differentiable themselves."""
-        return plain_product(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
 
 
 def plain_product(
@@ -460,7 +456,8 @@ class _TrainingProduct(torch.autograd.Function):
 
 def _plain_product(*inputs: Tensor) -> Tensor:
     """:func:`scaled_toeplitz_matmul` by operations that are differentiable themselves."""
-    return ScaledToeplitzSpectra.of(*inputs[1:]).multiply_plainly(inputs[0])
+    parts = ScaledToeplitzSpectra.of(*inputs[1:])
+    return plain_product(inputs[0], parts.in_scale, parts.right, parts.middle, parts.left, parts.out_scale)
 
 
 def _tangent(inputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:

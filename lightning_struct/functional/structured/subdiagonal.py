@@ -95,7 +95,7 @@ def subdiagonal_matmul(
         G: (m, r).
         H: (n, r).
         x: (..., n).
-        method: ``"scaled"``, ``"scaled_float64"`` or ``"tree"``; or ``"auto"`` for what
+        method: ``"scaled"`` or ``"scaled_float64"``, NaN if a subdiagonal has a zero; ``"tree"``; ``"auto"`` for what
             :func:`choose_subdiagonal_method` says, which waits for the device.
 
     Returns:
@@ -103,8 +103,7 @@ def subdiagonal_matmul(
         of powers of A and of B overflow, so does M.
 
     Raises:
-        ValueError: shapes do not fit, the method is unknown, or it is ``"scaled"`` and a subdiagonal on the CPU has a
-            zero. (On other devices, looking would mean to wait; there, and under vmap over a subdiagonal, it is NaN.)
+        ValueError: shapes do not fit, or the method is unknown.
         TypeError: a tensor does not hold real floating-point numbers.
 
     Example:
@@ -135,8 +134,6 @@ def _resolved(method: str, *tensors: Tensor) -> tuple[str, torch.dtype, list[Ten
     arguments.require_one_of("method", method, ("auto", *SUBDIAGONAL_METHODS))
     if method == "auto":
         method = choose_subdiagonal_method(*tensors[:4])
-    elif method != "tree":
-        _refuse_zeros(*tensors[:4])
     dtype = torch.float64 if method == "scaled_float64" else arguments.computing_dtype(*tensors)
     return method, dtype, [tensor.to(dtype) for tensor in tensors[:6]]
 
@@ -272,16 +269,6 @@ def _check(*tensors: Tensor) -> None:
         if tensor.shape != shape:
             beside = f"beside G {tuple(G.shape)} and H {tuple(H.shape)}"
             raise ValueError(f"{name} must be of shape {shape} {beside}, not {tuple(tensor.shape)}.")
-
-
-def _refuse_zeros(*operators: Tensor) -> None:
-    """Refuse zeros below a diagonal if they can be looked for without waiting."""
-    for name, tensor in zip(_NAMES[:4:2], operators[::2], strict=True):
-        with suppress(RuntimeError):  # under vmap over the tensor no values can be read
-            if tensor.device.type != "cpu" or tensor.all():
-                continue
-            place = f"{name}[{(tensor == 0).nonzero()[0].item()}]"
-            raise ValueError(f'method="scaled" divides by the subdiagonals, and {place} is 0: use method="tree".')
 
 
 def _as_circles(*parameters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

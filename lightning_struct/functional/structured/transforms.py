@@ -126,8 +126,9 @@ def hadamard_transform(x: Tensor, normalize: bool = False) -> Tensor:
     if n < 1 or n & (n - 1):
         shape = tuple(x.shape)
         raise ValueError(f"the last dimension must be a power of two, got shape {shape}: fill it up with zeros")
-    computed = _computed(_promoted(x))
-    rows, right = x.to(computed).reshape(-1, n), 1
+    if not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"a floating-point tensor is needed, got {x.dtype}")
+    rows, right = x.to(arguments.computing_dtype(x)).reshape(-1, n), 1
     while right < n:
         factor = min(n // right, _LARGEST_HADAMARD_FACTOR)
         H = _hadamard(factor, rows)
@@ -168,9 +169,10 @@ def circulant_matmul(column: Tensor, x: Tensor, out_features: int | None = None)
         raise ValueError(
             f"a circulant matrix of size {k} has no {part}: its column must be as long as the longer of both"
         )
-    dtype = _real(column, x)
-    spectrum = torch.fft.rfft(column.to(_computed(dtype)))
-    return arguments.by_rows(lambda rows: circulant_product(spectrum, rows, k)[:, :m], x, _computed(dtype)).to(dtype)
+    require_real(column=column, x=x)
+    dtype, computed = arguments.promoted_dtype(column, x), arguments.computing_dtype(column, x)
+    spectrum = torch.fft.rfft(column.to(computed))
+    return arguments.by_rows(lambda rows: circulant_product(spectrum, rows, k)[:, :m], x, computed).to(dtype)
 
 
 def circulant_product(spectrum: Tensor, x: Tensor, size: int) -> Tensor:
@@ -241,10 +243,13 @@ def vandermonde_like_matmul(nodes: Tensor, G: Tensor, H: Tensor, x: Tensor) -> T
         >>> vandermonde_like_matmul(nodes, G, H, torch.tensor([0.0, 0.0, 1.0])).round(decimals=4)    # the squares
         tensor([1., 4.])
     """
-    m, n = _sizes(G, H, x)
-    _require_nodes("nodes", nodes, m)
-    dtype = _real(nodes, G, H, x)
-    nodes, G, H = (tensor.to(_computed(dtype)) for tensor in (nodes, G, H))
+    arguments.require_generators(G, H)
+    arguments.require_vectors(x, H.shape[0])
+    _require_nodes("nodes", nodes, G.shape[0])
+    require_real(nodes=nodes, G=G, H=H, x=x)
+    given, n = (nodes, G, H, x), H.shape[0]
+    dtype, computed = arguments.promoted_dtype(*given), arguments.computing_dtype(*given)
+    nodes, G, H = (tensor.to(computed) for tensor in given[:3])
     length = transform_length(2 * n - 1)
 
     def multiply(rows: Tensor) -> Tensor:
@@ -252,7 +257,7 @@ def vandermonde_like_matmul(nodes: Tensor, G: Tensor, H: Tensor, x: Tensor) -> T
         products = torch.fft.irfft(hats, length)[..., :n] @ _powers(nodes, n).mT
         return (products * G.mT).sum(-2)
 
-    return arguments.by_rows(multiply, x, _computed(dtype)).to(dtype)
+    return arguments.by_rows(multiply, x, computed).to(dtype)
 
 
 def vandermonde_like_to_dense(nodes: Tensor, G: Tensor, H: Tensor) -> Tensor:
@@ -260,10 +265,9 @@ def vandermonde_like_to_dense(nodes: Tensor, G: Tensor, H: Tensor) -> Tensor:
 
     Row a is the product of two polynomials up to the power n - 1, with the coefficients v_aʲ and (G Hᵀ)[a].
     """
-    m, n = G.shape[0], H.shape[0]
-    _require_nodes("nodes", nodes, m)
-    dtype = _real(nodes, G, H)
-    nodes, G, H = (tensor.to(_computed(dtype)) for tensor in (nodes, G, H))
+    given, n = (nodes, G, H), H.shape[0]
+    dtype, computed = arguments.promoted_dtype(*given), arguments.computing_dtype(*given)
+    nodes, G, H = (tensor.to(computed) for tensor in given)
     length = transform_length(2 * n - 1)
     hats = torch.fft.rfft(_powers(nodes, n), length) * torch.fft.rfft(G @ H.mT, length)
     return torch.fft.irfft(hats, length)[:, :n].to(dtype)
@@ -295,15 +299,18 @@ def cauchy_like_matmul(s: Tensor, t: Tensor, G: Tensor, H: Tensor, x: Tensor, *,
         >>> cauchy_like_matmul(s, t, G, H, torch.tensor([1.0, 0.0]))
         tensor([0.5000, 0.3333])
     """
-    m, n = _sizes(G, H, x)
-    _require_nodes("s", s, m)
-    _require_nodes("t", t, n)
-    dtype = _real(s, t, G, H, x)
-    s, t, G, H, x = (tensor.to(_computed(dtype)) for tensor in (s, t, G, H, x))
+    arguments.require_generators(G, H)
+    arguments.require_vectors(x, H.shape[0])
+    _require_nodes("s", s, G.shape[0])
+    _require_nodes("t", t, H.shape[0])
+    require_real(s=s, t=t, G=G, H=H, x=x)
+    given = (s, t, G, H, x)
+    dtype, computed = arguments.promoted_dtype(*given), arguments.computing_dtype(*given)
+    s, t, G, H, x = (tensor.to(computed) for tensor in given)
     if check_nodes and torch.isin(s, t).any():
         common = s[torch.isin(s, t)][0].item()
         raise ValueError(f"s and t must have no number in common, both have {common}: M would be infinite there")
-    height, parts = max(1, _CAUCHY_ENTRIES // n), []
+    height, parts = max(1, _CAUCHY_ENTRIES // H.shape[0]), []
     for some_s, some_G in zip(s.split(height), G.split(height), strict=True):
         parts.append(x @ (some_G @ H.mT / (some_s[:, None] - t)).mT)  # equation (1): (s_i - t_j) M_ij = (G Hᵀ)_ij
     return torch.cat(parts, -1).to(dtype)
@@ -325,32 +332,6 @@ def _powers(nodes: Tensor, count: int) -> Tensor:
     return powers
 
 
-def _sizes(G: Tensor, H: Tensor, x: Tensor) -> tuple[int, int]:
-    """m and n for G (m, r), H (n, r) and x (..., n). Other shapes are refused."""
-    m, n = (generator.shape[0] if generator.ndim else 0 for generator in (G, H))
-    arguments.require_generators(G, H, m, n)
-    arguments.require_vectors(x, n)
-    return m, n
-
-
 def _require_nodes(name: str, nodes: Tensor, size: int) -> None:
     if nodes.shape != (size,):
         raise ValueError(f"{name} must be ({size},), one node for each row of its generator, got {tuple(nodes.shape)}")
-
-
-def _promoted(*tensors: Tensor) -> torch.dtype:
-    dtype = arguments.promoted_dtype(*tensors)
-    if not (dtype.is_floating_point or dtype.is_complex):
-        raise TypeError(f"floating-point tensors are needed, got {dtype}")
-    return dtype
-
-
-def _real(*tensors: Tensor) -> torch.dtype:
-    dtype = _promoted(*tensors)
-    if dtype.is_complex:
-        raise TypeError(f"real tensors are needed, got {dtype}")
-    return dtype
-
-
-def _computed(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

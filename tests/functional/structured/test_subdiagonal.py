@@ -239,20 +239,6 @@ def test_the_prepared_matrix_keeps_the_dtype_of_x_and_computes_in_float32_at_lea
         assert subdiagonal_matmul(*(tensor.to(dtype) for tensor in inputs), method=method).dtype == dtype
 
 
-def test_the_scaled_method_refuses_a_zero():
-    inputs, _ = parameters("ones", 5, 5, 0.7)
-    inputs[2][3] = 0
-    for call in (
-        lambda: subdiagonal_matmul(*inputs, method="scaled"),
-        lambda: prepare_subdiagonal(*inputs[:6], method="scaled"),
-    ):
-        with pytest.raises(ValueError, match=r'b_subdiagonal\[3\] is 0: use method="tree"'):
-            call()
-    stack = torch.stack([inputs[2], torch.ones_like(inputs[2])])  # in which zeros cannot be looked for
-    product = torch.func.vmap(lambda b: subdiagonal_matmul(*inputs[:2], b, *inputs[3:], method="scaled"))(stack)
-    assert product[0].isnan().all() and product[1].isfinite().all()
-
-
 @pytest.mark.parametrize(
     "position, name", [(0, "a_subdiagonal"), (1, "a_corner"), (2, "b_subdiagonal"), (3, "b_corner")]
 )

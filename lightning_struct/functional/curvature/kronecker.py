@@ -8,7 +8,6 @@ and G the sum, as in Grosse & Martens 2016). This is exact in expectation for on
 and f are independent.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_struct.functional.layers.per_sample import Contribution, Convolution, Dense, Lookup, Outer, Uncovered
-from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
+from lightning_struct.functional.layers.per_sample import Contribution, Outer
 
 
 class SecondMoments(NamedTuple):
@@ -64,7 +62,7 @@ def second_moments(
         first, groups = use.rows.start // size, (use.rows.stop - use.rows.start) // size
         use = Outer(use.inputs, use.cotangents)
     moments: list[SecondMoments] = []
-    for rows, cotangents in _rows(use, groups):
+    for rows, cotangents in use.matrix_rows(groups):
         rows = F.pad(rows, (0, 1), value=1.0) if bias else rows
         inputs, outputs = _second_moment(rows, diagonal_inputs), _second_moment(cotangents, diagonal_outputs)
         positions = inputs.new_full((groups,), rows.shape[1])
@@ -79,32 +77,6 @@ def second_moments(
 
 def _second_moment(rows: Tensor, diagonal: bool) -> Tensor:
     return rows.square().sum(1) if diagonal else rows.mT @ rows
-
-
-def _rows(use: Contribution, groups: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """ã as (groups or 1, positions, in) and f as (groups, positions, out), in parts."""
-    if isinstance(use, Outer):
-        rows, cotangents = (at_least_float32(t).flatten(0, 1) for t in (use.inputs, use.cotangents))
-        yield rows[None], cotangents.unflatten(1, (groups, -1)).transpose(0, 1)
-    elif isinstance(use, Convolution):
-        for chunk in use.image_chunks():
-            patches, cotangents = use.input_patches(chunk)  # (m, groups, features, positions)
-            yield patches.permute(1, 0, 3, 2).flatten(1, 2), cotangents.permute(1, 0, 3, 2).flatten(1, 2)
-    elif isinstance(use, Dense) and use.gradients.ndim == 2:
-        shares = at_least_float32(use.gradients)
-        yield shares.new_ones(1, len(shares), 1), shares.unflatten(1, (groups, -1)).transpose(0, 1)
-    else:
-        raise Uncovered(f"a {type(use).__name__} is no product of a matrix with rows")
-
-
-def squared_shares(use: Contribution) -> Tensor:
-    """Σᵢ cᵢ² over the samples' shares of one use, elementwise; of the parameter's shape."""
-    if isinstance(use, Dense):
-        return at_least_float32(use.gradients).square().sum(0)
-    if isinstance(use, Lookup):
-        _, table_rows, shares = use.rows_by_sample()
-        return shares.new_zeros(use.shape).index_add_(0, table_rows, shares.square())
-    return torch.stack([use.per_sample(chunk).square().sum(0) for chunk in use.chunks()]).sum(0)
 
 
 # An explicit inverse is used if its relative error is below this.

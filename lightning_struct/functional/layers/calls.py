@@ -7,12 +7,12 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 # n, or the sizes that n may have, or None: the first dimension of every input.
-Samples: TypeAlias = int | Collection[int] | None
+SampleCount: TypeAlias = int | Collection[int] | None
 
 _REQUIRED: Any = object()
 
 
-def admissible_sizes(samples: Samples) -> list[int] | None:
+def admissible_sizes(samples: SampleCount) -> list[int] | None:
     """The sizes that n may have, in order; None if the first dimension decides.
 
     Example:
@@ -54,7 +54,7 @@ class LayerCall:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     outputs: Any = None
     cotangents: Sequence[Tensor | None] = ()
-    samples: Samples = None
+    samples: SampleCount = None
     rows: Mapping[int, Tensor] = field(default_factory=dict)
     ambiguous: bool = False
     module_call: Any = None

@@ -11,7 +11,6 @@ from lightning_struct.functional.curvature.kronecker import (
     is_invertible,
     kronecker_root,
     second_moments,
-    squared_shares,
     unchecked_diagonal_root,
     unchecked_kronecker_root,
     with_inverses,
@@ -91,7 +90,7 @@ SHARES = {
 def test_squared_shares_are_the_squares_of_each_samples_share(name: str) -> None:
     use = SHARES[name]
     expected = use.per_sample(slice(None)).square().sum(0)
-    torch.testing.assert_close(squared_shares(use), expected)
+    torch.testing.assert_close(use.squared_shares(), expected)
 
 
 # --- roots -----------------------------------------------------------------------------------------------------------

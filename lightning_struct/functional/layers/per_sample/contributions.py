@@ -96,6 +96,18 @@ class Contribution(ABC):
         """Σᵢ cᵢ, of the parameter's shape."""
         return torch.stack([self.per_sample(chunk).sum(0) for chunk in self.chunks()]).sum(0)
 
+    def matrix_rows(self, groups: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows (groups or 1, positions, in) of a matrix and cotangents (groups, positions, out), in parts.
+
+        Raises:
+            Uncovered: the use is no product of a matrix with rows.
+        """
+        raise Uncovered(f"a {type(self).__name__} is no product of a matrix with rows")
+
+    def squared_shares(self) -> Tensor:
+        """Σᵢ cᵢ² elementwise, of the parameter's shape."""
+        return torch.stack([self.per_sample(chunk).square().sum(0) for chunk in self.chunks()]).sum(0)
+
     def cost(self) -> Cost | None:
         """None if an estimate saves nothing."""
         return None
@@ -136,6 +148,15 @@ class Dense(Contribution):
 
     def total(self) -> Tensor:
         return at_least_float32(self.gradients).sum(0)
+
+    def matrix_rows(self, groups: int) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.gradients.ndim != 2:
+            yield from super().matrix_rows(groups)
+        shares = at_least_float32(self.gradients)
+        yield shares.new_ones(1, len(shares), 1), shares.unflatten(1, (groups, -1)).transpose(0, 1)
+
+    def squared_shares(self) -> Tensor:
+        return at_least_float32(self.gradients).square().sum(0)
 
     def projections(self, left: Tensor, right: Tensor) -> Tensor:
         return torch.linalg.vecdot(left @ self.total().reshape(left.shape[1], right.shape[1]), right)
@@ -196,6 +217,10 @@ class Outer(Contribution):
     def total(self) -> Tensor:
         a, delta = (at_least_float32(tensor).flatten(0, 1) for tensor in (self.inputs, self.cotangents))
         return Outer(a[None], delta[None], self.parameter_shape, self.rows).per_sample(slice(None))[0]
+
+    def matrix_rows(self, groups: int) -> Iterator[tuple[Tensor, Tensor]]:
+        rows, cotangents = (at_least_float32(t).flatten(0, 1) for t in (self.inputs, self.cotangents))
+        yield rows[None], cotangents.unflatten(1, (groups, -1)).transpose(0, 1)
 
     def projections(self, left: Tensor, right: Tensor) -> Tensor:
         left = left if self.rows is None else left[:, self.rows]
@@ -259,6 +284,10 @@ class Lookup(Contribution):
     def total(self) -> Tensor:
         delta = at_least_float32(self.cotangents).flatten(0, 1)
         return delta.new_zeros(self.shape).index_add_(0, self.indices.reshape(-1), delta)
+
+    def squared_shares(self) -> Tensor:
+        _, table_rows, shares = self.rows_by_sample()
+        return shares.new_zeros(self.shape).index_add_(0, table_rows, shares.square())
 
     def projections(self, left: Tensor, right: Tensor) -> Tensor:
         return (left.t()[self.indices] * F.linear(at_least_float32(self.cotangents), right)).sum((0, 1))
@@ -424,6 +453,11 @@ class Convolution(Contribution):
         # Patches of the cotangents run through the kernel backwards.
         gradients = product.flip(tuple(range(2, 2 + len(self.kernel)))).movedim(-1, 2)
         return gradients.reshape(-1, *self.shape)
+
+    def matrix_rows(self, groups: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for chunk in self.image_chunks():
+            patches, cotangents = self.input_patches(chunk)  # (m, groups, features, positions)
+            yield patches.permute(1, 0, 3, 2).flatten(1, 2), cotangents.permute(1, 0, 3, 2).flatten(1, 2)
 
     def projections(self, left: Tensor, right: Tensor) -> Tensor:
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]

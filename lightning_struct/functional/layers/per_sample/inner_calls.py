@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
-from lightning_struct.functional.layers.calls import LayerCall, Samples, tensors_in
+from lightning_struct.functional.layers.calls import LayerCall, SampleCount, tensors_in
 from lightning_struct.functional.layers.per_sample import Contribution, Dense, Outer, Uncovered
 from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
 from lightning_struct.functional.layers.per_sample.sample_layout import by_sample, has_active_dropout
@@ -115,7 +115,7 @@ class ParameterUse(ABC):
         self._sequences = sequences
 
     @abstractmethod
-    def contributions(self, cotangent: Tensor, samples: Samples) -> dict[str, Contribution]:
+    def contributions(self, cotangent: Tensor, samples: SampleCount) -> dict[str, Contribution]:
         """Each sample's share of the gradients that the use gives its parameters.
 
         Args:
@@ -126,7 +126,7 @@ class ParameterUse(ABC):
             Uncovered: the number of sequences is none that n may have; there is no dimension of sequences.
         """
 
-    def _by_sample(self, tensor: Tensor, samples: Samples) -> Tensor:
+    def _by_sample(self, tensor: Tensor, samples: SampleCount) -> Tensor:
         """(n, positions, features) of (L, N, features) or, time first, (L·N, features)."""
         if self._sequences is None:
             raise Uncovered("it read one sequence without a batch dimension")
@@ -147,7 +147,7 @@ class Projection(ParameterUse):
         self._inputs, self._rows = call.inputs.detach(), rows_used(call, parameters)
         self.parameters = {name: parameters[name] for name in self._rows}
 
-    def contributions(self, cotangent: Tensor, samples: Samples) -> dict[str, Contribution]:
+    def contributions(self, cotangent: Tensor, samples: SampleCount) -> dict[str, Contribution]:
         inputs, delta = (self._by_sample(tensor, samples) for tensor in (self._inputs, cotangent))
         shares: dict[str, Contribution] = {}
         for name, parameter in self.parameters.items():
@@ -170,7 +170,7 @@ class AddedRow(ParameterUse):
         super().__init__(sequences)
         self.parameters = {name: parameter}
 
-    def contributions(self, cotangent: Tensor, samples: Samples) -> dict[str, Contribution]:
+    def contributions(self, cotangent: Tensor, samples: SampleCount) -> dict[str, Contribution]:
         (name,) = self.parameters
         return {name: Dense(at_least_float32(self._by_sample(cotangent, samples)).sum(1)[:, None, None])}
 

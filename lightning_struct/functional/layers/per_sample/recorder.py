@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_struct.functional.checks import checked, first_line
-from lightning_struct.functional.layers.calls import LayerCall, Samples, admissible_sizes, tensors_in
+from lightning_struct.functional.layers.calls import LayerCall, SampleCount, admissible_sizes, tensors_in
 from lightning_struct.functional.layers.kinds import couples_samples
 from lightning_struct.functional.layers.per_sample.contributions import (
     Contribution,
@@ -57,13 +57,6 @@ class ArrivedShares:
     calls: list[RecordedCall] = field(default_factory=list)
     shares: list[Contribution] = field(default_factory=list)
     reason: str | None = None
-
-
-@dataclass
-class MeasuredNorms:
-    squared_norms: list[Tensor] = field(default_factory=list)
-    passes: list[int] = field(default_factory=list)
-    checksum: Tensor | None = None
 
 
 class Checksums(NamedTuple):
@@ -149,12 +142,14 @@ class ParameterNorms:
         squared_norms: (n_b,) for each backward pass b since its gradient was last set to None, ‖cᵢ‖² of the samples'
             shares of the gradient, at least float32.
         passes: a number for each of them, the same for all parameters and rising.
+        checksum: of all shares, see :func:`checksum_of_shares`; None if a pass was not checked.
     """
 
     name: str
     parameter: nn.Parameter
     squared_norms: list[Tensor] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)
+    checksum: Tensor | None = None
 
 
 class GradientNormRecorder(CallRecorder):
@@ -217,7 +212,7 @@ class GradientNormRecorder(CallRecorder):
         self,
         module: nn.Module,
         *,
-        samples: Samples = None,
+        samples: SampleCount = None,
         probes: int | None = None,
         uncovered: Literal["raise", "skip"] = "raise",
         check: bool = False,
@@ -248,7 +243,7 @@ class GradientNormRecorder(CallRecorder):
         self._failed: dict[nn.Module, str] = {}
         self._faults: dict[nn.Parameter, str] = {}
         self._arrived: dict[nn.Parameter, ArrivedShares] = {}
-        self._measured: dict[nn.Parameter, MeasuredNorms] = {}
+        self._measured: dict[nn.Parameter, ParameterNorms] = {}
         self._uncovered: dict[nn.Parameter, str] = {}
         self._differentiated_twice: set[nn.Parameter] = set()
 
@@ -310,8 +305,8 @@ class GradientNormRecorder(CallRecorder):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.uncovered.items())
             raise ValueError(f"per-sample gradient norms cannot be measured of {reasons}")
         return [
-            ParameterNorms(name, parameter, list(measured.squared_norms), list(measured.passes))
-            for parameter, name in self._names.items()
+            replace(measured, squared_norms=list(measured.squared_norms), passes=list(measured.passes))
+            for parameter in self._names
             if parameter not in self._uncovered and (measured := self._measured.get(parameter)) is not None
         ]
 
@@ -528,7 +523,7 @@ class GradientNormRecorder(CallRecorder):
             return
         if arrived.fresh:
             self.reset([parameter])
-        measured = self._measured.setdefault(parameter, MeasuredNorms())
+        measured = self._measured.setdefault(parameter, ParameterNorms(self._names[parameter], parameter))
         reason = arrived.reason
         if parameter in self._differentiated_twice:
             self._differentiated_twice.discard(parameter)

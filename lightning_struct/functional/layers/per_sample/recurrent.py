@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_struct.functional.layers.calls import LayerCall, Samples
+from lightning_struct.functional.layers.calls import LayerCall, SampleCount
 from lightning_struct.functional.layers.kinds import recurrent_places
 from lightning_struct.functional.layers.per_sample.contributions import Contribution, Dense, Outer, Uncovered
 from lightning_struct.functional.layers.per_sample.sample_layout import by_sample, check_rerun
@@ -136,7 +136,7 @@ class _SequenceLayout:
         """The caller's (layers, N, features)."""
         return states if self.sorting is None else states.index_select(1, self.sorting)
 
-    def by_sample(self, tensor: Tensor, samples: Samples) -> Tensor:
+    def by_sample(self, tensor: Tensor, samples: SampleCount) -> Tensor:
         """(n, positions, features) in the caller's order, from (T, N, features)."""
         tensor = tensor.transpose(0, 1)
         if self.unsorting is not None:
@@ -217,7 +217,7 @@ def _backward(
     of_outputs: Tensor | None,
     of_final: Sequence[Tensor | None],
     layout: _SequenceLayout,
-    samples: Samples,
+    samples: SampleCount,
 ) -> dict[str, Contribution]:
     contributions: dict[str, Contribution] = {}
     for level in range(layer.num_layers - 1, -1, -1):
@@ -244,7 +244,12 @@ def _backward(
 
 
 def _shares(
-    cell: Cell, of_states: Tensor, deltas: tuple[Tensor, Tensor], suffix: str, layout: _SequenceLayout, samples: Samples
+    cell: Cell,
+    of_states: Tensor,
+    deltas: tuple[Tensor, Tensor],
+    suffix: str,
+    layout: _SequenceLayout,
+    samples: SampleCount,
 ) -> dict[str, Contribution]:
     """Contributions of the weights and biases whose names end so, from cotangents of states and pre-activations."""
     uses = {"ih": (cell.inputs, deltas[0]), "hh": (cell.states[:-1], deltas[1]), "hr": (cell.projected, of_states)}

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.functional.checks import first_line
-from lightning_struct.functional.layers.calls import LayerCall, Samples, admissible_sizes, rows_of_arguments, tensors_in
+from lightning_struct.functional.layers.calls import (
+    LayerCall,
+    SampleCount,
+    admissible_sizes,
+    rows_of_arguments,
+    tensors_in,
+)
 from lightning_struct.functional.layers.per_sample.contributions import Uncovered
 from lightning_struct.functional.randomness import isolated_host_generators, random_state, restored_random_state
 
@@ -127,7 +133,7 @@ def check_rerun(recorded: Tensor, computed: Tensor) -> None:
         )
 
 
-def by_sample(sequences: Tensor, samples: Samples) -> Tensor:
+def by_sample(sequences: Tensor, samples: SampleCount) -> Tensor:
     """(n, k·T, features) from (k·n, T, features), if each k sequences in a row are one sample.
 
     Args:

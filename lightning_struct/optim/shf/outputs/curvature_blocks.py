@@ -15,7 +15,6 @@ from lightning_struct.functional.curvature.kronecker import (
     diagonal_root,
     kronecker_root,
     second_moments,
-    squared_shares,
     unchecked_diagonal_root,
     unchecked_kronecker_root,
 )
@@ -153,7 +152,7 @@ class DiagonalBlock:
     def sums(self, uses: Sequence[Contribution], gradients: Mapping[str, Tensor], like: Tensor) -> list[Tensor]:
         squares = like.new_zeros(self.shape)
         for use in uses:
-            squares += squared_shares(use)
+            squares += use.squared_shares()
         return [squares, gradients[self.name], like.new_tensor(len(uses))]
 
     def factors(self, sums: Sequence[Tensor], samples: int) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from lightning_struct.functional.layers.calls import LayerCall, Samples, tensors_in
+from lightning_struct.functional.layers.calls import LayerCall, SampleCount, tensors_in
 from lightning_struct.functional.layers.per_sample.contributions import Uncovered
 from lightning_struct.functional.layers.per_sample.layer_contributions import contributions, has_rule
 from lightning_struct.functional.layers.registry import owned_parameters
@@ -31,7 +31,7 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def assert_shares_are_right(
-    layer: nn.Module, *args: Any, samples: Samples = None, sample_dimension: int = 0, rows: int = 1
+    layer: nn.Module, *args: Any, samples: SampleCount = None, sample_dimension: int = 0, rows: int = 1
 ) -> None:
     """``rows``: in the dimension of the samples, of each sample."""
     outputs = layer(*args)
@@ -160,7 +160,7 @@ def test_frozen_parameters_have_no_shares(case: str, frozen: str) -> None:
     ids=["linear", "linear, several sizes", "embedding", "layer_norm", "prelu"],
 )
 def test_the_samples_are_in_the_second_dimension_where_the_sequence_comes_first(
-    make: Callable[[], nn.Module], inputs: Tensor, samples: Samples
+    make: Callable[[], nn.Module], inputs: Tensor, samples: SampleCount
 ) -> None:
     assert_shares_are_right(made(make), inputs, samples=samples, sample_dimension=1)
 
@@ -291,12 +291,12 @@ def test_a_parameter_without_entries_has_shares_without_entries() -> None:
     ids=["sequence first", "sequence first, common input", "rows", "rows of positions, common input"],
 )
 def test_the_samples_of_a_layer_without_a_rule_are_sought_as_with_a_rule(
-    inputs: tuple[Tensor, ...], samples: Samples, sample_dimension: int, rows: int
+    inputs: tuple[Tensor, ...], samples: SampleCount, sample_dimension: int, rows: int
 ) -> None:
     assert_shares_are_right(made(Scale), *inputs, samples=samples, sample_dimension=sample_dimension, rows=rows)
 
 
-UNCOVERED: dict[str, tuple[Callable[[], nn.Module], Tensor, Samples, dict[int, Tensor], str]] = {
+UNCOVERED: dict[str, tuple[Callable[[], nn.Module], Tensor, SampleCount, dict[int, Tensor], str]] = {
     "vector": (lambda: nn.Linear(3, 4), gaussian(3), None, {}, r"\(3,\)"),
     "other number": (lambda: nn.Linear(3, 4), gaussian(5, 3), 3, {}, r"\(5, 3\)"),
     "ambiguous": (lambda: nn.Linear(3, 4), gaussian(6, 3), [2, 3], {}, r"\(6, 3\).* 2 or 3 samples"),

@@ -215,7 +215,11 @@ class SHF(torch.optim.Optimizer):
         self._check_trained()
         now, steps = self._now, self._steps
         # Algorithm 1 on a batch that the caller has drawn; λ, γ and maxiter are in the parameter group
-        model = steps.linearize(now, inputs, targets)  # A and b at w (Algorithms 4 and 5)
+        model = steps.linearize(now, inputs, targets)  # A and b at w (Algorithms 4 and 5), ∇f, ‖Var‖₁ (section 4.3)
+        steps.choose_damping(now, model)  # λ₁, in the first step
+        if steps.adapt_to_next_batch(now, model):  # σ and λ by how much of the last step's gain this batch shows
+            steps.take_back(now, model)  # w <- w - s d of the last step, which did harm
+            model = steps.linearize(now, inputs, targets)
         solver = steps.solver(now, model)  # its preconditioner c (Algorithm 3)
         update = steps.search(now, model, solver)  # d by LSMR (Algorithm 6), s by Armijo's rule, ρ (section 4.2)
         steps.move(model, update)  # w <- w + s d

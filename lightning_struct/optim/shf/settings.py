@@ -293,8 +293,7 @@ class WarmStart(Choice):
     """Start of the solver at d0 = γ d of the last step (section 4.5).
 
     Args:
-        initial: γ₁ in [0, 1); 0 starts the solver at zero. The paper's .7; chosen .9; with residuals 0, which rises to
-            at most .7 if new samples show that the steps fitted the noise of the old ones.
+        initial: γ₁ in [0, 1); 0 starts the solver at zero. The paper's .7; chosen .9; with residuals 0.
         growth: γ is multiplied by it after each step, up to .95. The paper's 1.002; chosen 1, with residuals the
             paper's.
 

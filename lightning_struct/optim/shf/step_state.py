@@ -21,6 +21,23 @@ _KEY = "shf"
 
 
 @dataclass(frozen=True)
+class Decisions:
+    """Decisions of the steps on residuals so far, which a resumed run takes over.
+
+    Attributes:
+        refused_rows: name of a block -> why its rows cannot be told apart.
+        refused_batches: whether whole batches cannot be recorded.
+        too_many_rows: name of a matrix -> the rows of J from which on there is too little memory for it.
+        damping_factor: by which λ is divided first in the next step.
+    """
+
+    refused_rows: Mapping[str, str] = field(default_factory=dict)
+    refused_batches: bool = False
+    too_many_rows: Mapping[str, int] = field(default_factory=dict)
+    damping_factor: float = 2.0
+
+
+@dataclass(frozen=True)
 class Memory:
     """State that a resumed run needs beside the values of the parameter group.
 
@@ -43,8 +60,7 @@ class Memory:
         average_fits: running averages of the fall of the own batch at full length and of its bound.
         ratio: their ratio r; None if it is not measured yet.
         blocks: rows of each block of residuals.
-        loss_after: loss of the residuals after the last step.
-        decisions: methods that steps on residuals found impossible.
+        decisions: of the steps on residuals.
     """
 
     steps: int = 0
@@ -63,18 +79,18 @@ class Memory:
     average_fits: tuple[float, float] = (0.0, 0.0)
     ratio: float | None = None
     blocks: dict[str, int] | None = None
-    loss_after: float | None = None
-    decisions: dict[str, Any] = field(default_factory=dict)
+    decisions: Decisions = Decisions()
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Memory:
         """The memory in an optimizer's ``state``; that of before the first step if there is none."""
-        kept = state.get(_KEY, {})
-        return cls(**{each.name: kept[each.name] for each in fields(cls) if each.name in kept})
+        kept = {each.name: state[_KEY][each.name] for each in fields(cls) if each.name in state.get(_KEY, {})}
+        return cls(**kept | {"decisions": Decisions(**kept.get("decisions", {}))})
 
     def to_state(self, state: dict[Any, Any]) -> None:
         """Put it into an optimizer's ``state``, as a dict of tensors and numbers."""
         state[_KEY] = {each.name: getattr(self, each.name) for each in fields(self)}
+        state[_KEY]["decisions"] = dict(vars(self.decisions))
 
 
 class StepState:

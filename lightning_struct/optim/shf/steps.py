@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ class Update:
         merits: (iteration, φ) as evaluated during the solve.
         last_merit: φ(s d), if the solve has evaluated it.
         convergence: see :class:`StepReport`.
+        damping_factor: see :class:`Decisions`.
     """
 
     loss: float
@@ -46,6 +47,7 @@ class Update:
     merits: tuple[tuple[int, float], ...] = ()
     last_merit: float | None = None
     convergence: Mapping[str, float] = field(default_factory=dict)
+    damping_factor: float = 2.0
 
 
 class Steps(ABC):
@@ -74,6 +76,21 @@ class Steps(ABC):
         Raises:
             TypeError: inputs or targets are missing, or not those that the module takes.
         """
+
+    @abstractmethod
+    def choose_damping(self, now: StepState, model: Any) -> None:
+        """Choose λ₁ and its bounds by the first batch."""
+
+    def adapt_to_next_batch(self, now: StepState, model: Any) -> bool:
+        """Adapt σ and λ to how much of the last step's gain this batch shows; return whether that step did harm."""
+        return False
+
+    def take_back(self, now: StepState, model: Any) -> None:
+        """Move the weights back to those of before the last step, from which no solve starts then."""
+        change = now.memory.change
+        assert change is not None
+        model.weights.add_(-change.to(model.gradient))
+        now.memory = replace(now.memory, change=None, direction=None)
 
     @abstractmethod
     def solver(self, now: StepState, model: Any) -> Any:

@@ -20,8 +20,8 @@ from lightning_struct.functional.residuals.residual_rows import RowRecords
 from lightning_struct.functional.torch_tools import is_recorded
 from lightning_struct.models import PhysicsInformedNetwork
 from lightning_struct.optim import LSMR, SHF, LevenbergMarquardt, WarmStart
-from lightning_struct.optim.shf.residuals.model import ResidualModel, RowProducts
-from lightning_struct.optim.shf.residuals.solvers import ExactSolver, FreeMemory, KrylovSolver
+from lightning_struct.optim.shf.residuals.model import ResidualBatch, ResidualModel
+from lightning_struct.optim.shf.residuals.solvers import ExactSolver, FreeMemory, linearized
 from tests.cases import flat, gaussian, trainable
 
 
@@ -180,46 +180,16 @@ def test_a_small_damping_costs_no_digits() -> None:
     assert (module.weight - solution).norm() < 1e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_the_warm_start_stays_zero_where_the_points_stay(dtype: torch.dtype) -> None:
-    inputs = {name: rows.to(dtype) for name, rows in points().items()}
-    optimizer = SHF(Equation().to(dtype), "least_squares")
-    for _ in range(5):
-        optimizer.step(inputs=inputs)
-    assert optimizer.param_groups[0]["warm_start"] == 0.0
-
-
-def test_the_warm_start_rises_where_new_points_show_that_the_old_ones_were_overfitted() -> None:
-    optimizer, warm_starts, left = SHF(Equation(), "least_squares"), [0.0], None
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(12):
-        few = {name: rows[torch.randperm(len(rows), generator=generator)[:6]] for name, rows in points().items()}
-        report = optimizer.step(inputs=few)
-        if left is not None:
-            share = min(max(1 - left / report.loss_before, 0.0), 0.7)
-            assert optimizer.param_groups[0]["warm_start"] == pytest.approx((warm_starts[-1] + share) / 2)
-        warm_starts.append(optimizer.param_groups[0]["warm_start"])
-        left = report.loss_after
-    assert 0.3 < warm_starts[-1] <= 0.7
-
-
-@pytest.mark.filterwarnings("ignore:SHF. the gradient of this batch is zero")
-def test_the_warm_start_falls_where_a_batch_has_no_loss() -> None:
-    module = Fit()
-    optimizer = SHF(module, "least_squares", damping=100.0)
-    optimizer.step(inputs=(torch.ones(1, 2).double(), torch.ones(1, 2).double()))
-    optimizer.param_groups[0]["warm_start"] = 0.5
-    x = torch.zeros(1, 2).double()
-    assert optimizer.step(inputs=(x, module.net(x).detach())).loss_before == 0.0
-    assert optimizer.param_groups[0]["warm_start"] == 0.25
-
-
-@pytest.mark.parametrize(("given", "growth"), [(0.2, 1.0), (0.97, 1.002)], ids=["no growth", "above its maximum"])
-def test_a_warm_start_that_is_given_stays(given: float, growth: float) -> None:
-    optimizer = SHF(Equation(), "least_squares", warm_start=WarmStart(initial=given, growth=growth))
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, 0.0), (WarmStart(0.2, growth=1.0), 0.2), (0.97, 0.97), (0.5, 0.5 * 1.002**3)],
+    ids=["none", "no growth", "above its maximum", "the paper's growth"],
+)
+def test_the_warm_start_is_the_given_one_grown(given: WarmStart | float | None, expected: float) -> None:
+    optimizer = SHF(Equation(), "least_squares", warm_start=given)
     for number in range(3):
         optimizer.step(inputs={**points(), "interior": points()["interior"][number:]})
-    assert optimizer.param_groups[0]["warm_start"] == given
+    assert optimizer.param_groups[0]["warm_start"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_two_arguments_are_enough_for_a_differential_equation() -> None:
@@ -496,7 +466,7 @@ def arguments_of(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> lis
 def test_the_gradient_is_that_of_the_parts_for_the_variance_in_a_step_from_zero(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    vectors = arguments_of(RowProducts, "backward", monkeypatch)
+    vectors = arguments_of(ResidualModel, "backward", monkeypatch)
     optimizer = SHF(Fit(), "least_squares", solver=LSMR(maxiter=3))
     assert optimizer.step(inputs=measurements()).solver_iterations == 3
     assert len(vectors) == 3  # one in each iteration
@@ -1148,11 +1118,11 @@ def test_the_jacobian_is_not_formed_where_the_bases_leave_no_room(
     maxiter: int, is_formed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = Fit()
-    model = ResidualModel(RowRecords(module), LeastSquares(), trainable(module), measurements())
-    assert model.form_for_products is not None
-    free = (2 * model.form_for_products.numbers + 10 * (len(model.residual) + 17)) * 8
+    residuals = ResidualBatch(RowRecords(module), LeastSquares(), trainable(module), measurements())
+    assert residuals.form_for_products is not None
+    free = (2 * residuals.form_for_products.numbers + 10 * (len(residuals.residual) + 17)) * 8
     monkeypatch.setattr("lightning_struct.optim.memory.available_memory", lambda _: free)
-    assert isinstance(KrylovSolver(model, maxiter, FreeMemory())._products, RowProducts) == is_formed
+    assert (linearized(residuals, "lsmr", maxiter, FreeMemory()).jacobian is not None) == is_formed
 
 
 def test_a_fixed_damping_of_a_wide_network_is_used_however_small() -> None:

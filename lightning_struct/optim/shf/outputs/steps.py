@@ -104,7 +104,7 @@ class OutputSteps(Steps):
             raise ValueError("the validation data has no samples: give a validation set, or None to do without")
 
     def linearize(self, now: StepState, inputs: Any, targets: Tensor | None) -> BatchModel:
-        """The damped least-squares model of a batch, at the weights that it does not find harmful.
+        """The damped least-squares model of a batch at the current weights.
 
         Raises:
             TypeError: inputs or targets are missing; targets in a dict, list or tuple.
@@ -122,10 +122,68 @@ class OutputSteps(Steps):
         self._take_over(now)
         model = self._model_of(now, inputs, targets)
         self._diagnose(now, model, inputs)
-        self._choose_damping(now, model)
-        if self._took_back(now, model):  # beyond the paper
-            model = self._model_of(now, inputs, targets)
         return model
+
+    def choose_damping(self, now: StepState, model: BatchModel) -> None:
+        """λ₁ and its bounds from the first batch, if they were not given."""
+        known = now.memory.first_damping
+        if self._given.is_of_paper or (known is not None and known == self.settings.damping.initial):
+            return  # it was given, or is that of the state, which may have been loaded since
+        first = now.group["damping"] if known is None else known  # which somebody may have set
+        if first is None:
+            with now.timed("first_damping"):
+                now.damping = first = first_damping(model, now.seed("curvature"))
+        now.memory = replace(now.memory, first_damping=first)
+        given = replace(self.settings, damping=self._given.for_outputs().damping)
+        self.settings = given.with_first_damping(first, torch.finfo(model.gradient.dtype).eps)
+        if rank() == 0:
+            self._log_choice(model)
+
+    def _log_choice(self, model: BatchModel) -> None:
+        s, (smallest, largest) = self.settings, self.settings.damping.bounds
+        preconditioner = repr(s.preconditioner)
+        if isinstance(s.preconditioner, Kronecker):
+            steps = "step" if s.preconditioner.interval == 1 else f"{s.preconditioner.interval} steps"
+            preconditioner = f"'kronecker' (every {steps})"
+        _log.info(
+            f"SHF chose solver={name_of(s.solver)!r}, preconditioner={preconditioner}, backend="
+            f"{model.linearization.backend!r}, damping={s.damping.initial:.3g} in [{smallest:.2g}, {largest:.2g}] "
+            f"by {name_of(s.damping)!r}, warm_start={s.warm_start.initial:g}, maxiter={s.maxiter}"
+        )
+
+    def adapt_to_next_batch(self, now: StepState, model: BatchModel) -> bool:
+        """Adapt σ and λ to how much of the last step's gain this batch shows; return whether that step did harm."""
+        memory = now.memory
+        if memory.change is None or model.value_before is None:
+            return False
+        fresh = model.value - model.value_before
+        own, scale = memory.own_change, memory.step_scale
+        changes = _averaged(memory.average_changes, (fresh, own))
+        fits = _averaged(memory.average_fits, (-own / scale, memory.largest_fall))
+        ratio = min(max(changes[0] / changes[1], -1.0), 1.0) if changes[1] < 0.0 else 0.0
+        harmful = not fresh <= max(_HARM * (model.value - fresh), -own)
+        if harmful:
+            _log.debug(f"SHF: the loss of the next batch rose by {fresh:.3g}; the last step is taken back")
+            changes, ratio = (0.0, changes[1]), -1.0
+        smallest, largest = self.settings.damping.bounds
+        ruled = next_batch_rule(
+            ScaledDamping(scale, now.damping),
+            ratio,
+            fits[0] / fits[1] if fits[1] > 0.0 else 1.0,
+            drop=now.group["drop"],
+            min_damping=smallest,
+            max_damping=largest,
+        )
+        now.damping = ruled.damping
+        now.memory = replace(
+            memory,
+            step_scale=ruled.scale / 2 if harmful else ruled.scale,
+            ratio=ratio,
+            average_changes=changes,
+            average_fits=fits,
+            change=memory.change if harmful else None,
+        )
+        return harmful
 
     def solver(self, now: StepState, model: BatchModel) -> StepPreconditioner:
         """The preconditioner c (Algorithm 3), or another one that the settings name."""
@@ -265,73 +323,6 @@ class OutputSteps(Steps):
             args = rows_of_arguments(arguments(inputs), slice(self.settings.chunk_size), len(model.targets))
             with self._network_draws(now):
                 self.diagnostics.check_reached(now.weights, gradient, args)
-
-    def _choose_damping(self, now: StepState, model: BatchModel) -> None:
-        """λ₁ and its bounds from the first batch, if they were not given."""
-        known = now.memory.first_damping
-        if self._given.is_of_paper or (known is not None and known == self.settings.damping.initial):
-            return  # it was given, or is that of the state, which may have been loaded since
-        first = now.group["damping"] if known is None else known  # which somebody may have set
-        if first is None:
-            with now.timed("first_damping"):
-                now.damping = first = first_damping(model, now.seed("curvature"))
-        now.memory = replace(now.memory, first_damping=first)
-        given = replace(self.settings, damping=self._given.for_outputs().damping)
-        self.settings = given.with_first_damping(first, torch.finfo(model.gradient.dtype).eps)
-        if rank() == 0:
-            self._log_choice(model)
-
-    def _log_choice(self, model: BatchModel) -> None:
-        s, (smallest, largest) = self.settings, self.settings.damping.bounds
-        preconditioner = repr(s.preconditioner)
-        if isinstance(s.preconditioner, Kronecker):
-            steps = "step" if s.preconditioner.interval == 1 else f"{s.preconditioner.interval} steps"
-            preconditioner = f"'kronecker' (every {steps})"
-        _log.info(
-            f"SHF chose solver={name_of(s.solver)!r}, preconditioner={preconditioner}, backend="
-            f"{model.linearization.backend!r}, damping={s.damping.initial:.3g} in [{smallest:.2g}, {largest:.2g}] "
-            f"by {name_of(s.damping)!r}, warm_start={s.warm_start.initial:g}, maxiter={s.maxiter}"
-        )
-
-    def _took_back(self, now: StepState, model: BatchModel) -> bool:
-        """Measure the gain of the last step by this batch, and adapt σ and λ; a harmful step is taken back.
-
-        Returns:
-            Whether the weights are those of before the last step again.
-        """
-        memory = now.memory
-        if memory.change is None or model.value_before is None:
-            return False
-        fresh = model.value - model.value_before
-        own, scale = memory.own_change, memory.step_scale
-        changes = _averaged(memory.average_changes, (fresh, own))
-        fits = _averaged(memory.average_fits, (-own / scale, memory.largest_fall))
-        ratio = min(max(changes[0] / changes[1], -1.0), 1.0) if changes[1] < 0.0 else 0.0
-        harmful = not fresh <= max(_HARM * (model.value - fresh), -own)
-        if harmful:
-            _log.debug(f"SHF: the loss of the next batch rose by {fresh:.3g}; the last step is taken back")
-            model.weights.add_(-memory.change.to(model.gradient))
-            changes, ratio = (0.0, changes[1]), -1.0
-        smallest, largest = self.settings.damping.bounds
-        ruled = next_batch_rule(
-            ScaledDamping(scale, now.damping),
-            ratio,
-            fits[0] / fits[1] if fits[1] > 0.0 else 1.0,
-            drop=now.group["drop"],
-            min_damping=smallest,
-            max_damping=largest,
-        )
-        now.damping = ruled.damping
-        now.memory = replace(
-            memory,
-            step_scale=ruled.scale / 2 if harmful else ruled.scale,
-            ratio=ratio,
-            average_changes=changes,
-            average_fits=fits,
-            change=None,
-            direction=None if harmful else memory.direction,
-        )
-        return harmful
 
     def scaled_maxiter(self, now: StepState, model: BatchModel) -> int:
         """maxiter <- ⌈n_next/n · maxiter⌉ (section 4.5)."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_struct.collective import all_gather_rows, all_reduce, gather_numbers, rank, world_size
 from lightning_struct.functional.checks import NotFinite
 from lightning_struct.functional.jacobian.gauss_newton import linearize
+from lightning_struct.functional.jacobian.linearization import Linearization
 from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
 from lightning_struct.functional.residuals.jacobians import (
     DenseJacobian,
@@ -34,8 +35,8 @@ from lightning_struct.optim.shf.step_state import BufferUpdates
 _PARTS = 8
 
 
-class ResidualModel:
-    """f(w) = Σ_b w_b ½ mean_i r²_{b,i} = ½‖r(w)‖², the rows of r scaled by √(w_b/n_b), and r(w + d) ≈ r + J d.
+class ResidualBatch:
+    """f(w) = Σ_b w_b ½ mean_i r²_{b,i} = ½‖r(w)‖² of a batch, the rows of r scaled by √(w_b/n_b).
 
     Directions are flat vectors (all weights, one after another). The rows stay on their process.
 
@@ -55,8 +56,8 @@ class ResidualModel:
         block_losses: name -> ½ mean_i r²_{b,i}, without w_b.
         value: f(w).
         residual: r(w), this process's rows, (N,).
-        gradient, gradient_squared, variance: ∇f, flat, ‖∇f‖², and ‖Var‖₁ of the gradients of single samples, which a
-            solver sets by :meth:`measure` or :meth:`measure_parts`. The variance is None for a batch of one.
+        scale: √(w_b/n_b) of these rows.
+        own_counts, sizes: rows and residuals of each block on this process.
 
     Raises:
         TypeError: the module did not return residuals.
@@ -91,8 +92,8 @@ class ResidualModel:
         if counts == before:
             self._batch.record_whole()
         self.samples = sum(counts.values())
-        self.counts = counts
-        self._scale = torch.cat(
+        self.counts, self.own_counts, self.sizes = counts, list(map(len, blocks.values())), self._batch.sizes
+        self.scale = torch.cat(
             [
                 block.new_full((block.numel(),), math.sqrt(shares[name] / counts[name]), dtype=self._dtype)
                 for name, block in blocks.items()
@@ -117,10 +118,6 @@ class ResidualModel:
                 "weights are unchanged. Divide the residuals by their usual size in the module"
             )
 
-    gradient: Tensor
-    gradient_squared: float
-    variance: float | None
-
     def write_buffers(self, buffers: BufferUpdates) -> None:
         """Let a forward write into the buffers of the module."""
         with self._repeated(), torch.enable_grad():  # residuals may be derivatives in the inputs
@@ -133,10 +130,6 @@ class ResidualModel:
     def value_of(self, residual: Tensor) -> Tensor:
         """½‖r‖² over all processes, (), float64."""
         return 0.5 * all_reduce(inner(residual, residual))
-
-    def value_at(self, d: Tensor) -> Tensor:
-        """f(w + d), (), float64."""
-        return self.value_of(self.residual_at(d))
 
     @cached_property
     def form_for_gram(self) -> JacobianForm:
@@ -151,12 +144,12 @@ class ResidualModel:
     @cached_property
     def form_for_products(self) -> JacobianForm | None:
         """The smallest form; None if J would take a backward pass for each row."""
-        return self._form(self._batch.sizes, for_gram=False)
+        return self._form(self.sizes, for_gram=False)
 
     def jacobian(self, form: JacobianForm) -> Jacobian:
         """J, (N, P), this process's rows; as a matrix on all processes if one has no other form."""
         jacobian = self._batch.jacobian(self.weights.by_name, form.kept)
-        jacobian.scale_rows(self._scale)
+        jacobian.scale_rows(self.scale)
         are_matrices = gather_numbers([isinstance(jacobian, DenseJacobian)], self._device)
         return DenseJacobian(jacobian.dense()) if any(is_matrix for (is_matrix,) in are_matrices) else jacobian
 
@@ -171,26 +164,73 @@ class ResidualModel:
         sizes = {name: p.shape for name, p in self.weights.by_name.items()}
         return jacobian_form(counts, rows, sizes, for_gram=for_gram)
 
-    def products(self) -> Products:
-        """Products with J at w."""
-        return Products(self._batch, self._scale, self.weights)
+    def passes(self) -> Linearization:
+        """Products with J at w, without the scale of the rows, by passes through the module."""
+        return linearize(
+            lambda params: self._batch.graph(params).to(self._dtype), self.weights.by_name, backend="double_backward"
+        )
 
-    def measure(self, jacobian: Jacobian) -> None:
-        """Set ∇f = Jᵀr, flat, and ‖Var‖₁ of the gradients of single samples, from the rows of J.
+    def _scaled(self, residual: Tensor) -> Tensor:
+        return residual.to(self._dtype) * self.scale
 
-        A sample is a row of a block. Of blocks b with n_b rows it is N Σ_b w_b² tr Σ_b/n_b, N the rows of all: N times
-        the variance of ∇f, so that N can stand for the size of the batch in the norm test.
 
-        Args:
-            jacobian: J.
+class ResidualModel:
+    """r(w + d) ≈ r + J d of a batch, and so f(w + d) ≈ ½‖r + J d‖².
 
-        Raises:
-            ValueError: NaN or infinity in J.
-        """
+    Args:
+        batch: its residuals.
+        jacobian: J, this process's rows; None for products by passes through the module.
+        method: ``"exact"`` or ``"lsmr"``, the solver that J is for.
+
+    Attributes:
+        batch, jacobian, method: these.
+        weights, residual, value, samples, rows, block_losses: those of the batch.
+        gradient, gradient_squared: ∇f = Jᵀr, flat, and ‖∇f‖².
+        variance: ‖Var‖₁ of the gradients of single samples, or an estimate without J. A sample is a row of a block. Of
+            blocks b with n_b rows it is N Σ_b w_b² tr Σ_b/n_b, N the rows of all: N times the variance of ∇f, so that N
+            can stand for the size of the batch in the norm test. None for a batch of one.
+
+    Raises:
+        ValueError: NaN or infinity in J.
+    """
+
+    def __init__(self, batch: ResidualBatch, jacobian: Jacobian | None, method: str) -> None:
+        self.batch, self.jacobian, self.method = batch, jacobian, method
+        self.weights, self.residual, self.value = batch.weights, batch.residual, batch.value
+        self.samples, self.rows, self.block_losses = batch.samples, batch.rows, batch.block_losses
+        self._passes = batch.passes() if jacobian is None else None
+        self.gradient: Tensor
+        self.gradient_squared: float
+        self.variance: float | None
+        if jacobian is None:
+            self._measure_parts()
+        else:
+            self._measure(jacobian)
+
+    def forward(self, d: Tensor) -> Tensor:
+        """J d, this process's rows."""
+        if self._passes is None:
+            assert self.jacobian is not None
+            return self.jacobian.product(d)
+        return self._passes.jvp(self.weights.unflat(d)) * self.batch.scale
+
+    def backward(self, u: Tensor) -> Tensor:
+        """Jᵀu over the rows of all processes."""
+        if self._passes is None:
+            assert self.jacobian is not None
+            return all_reduce(self.jacobian.transposed_product(u))
+        return all_reduce(self.weights.flat(self._passes.vjp(u * self.batch.scale)))
+
+    def write_buffers(self, buffers: BufferUpdates) -> None:
+        """Let a forward write into the buffers of the module."""
+        self.batch.write_buffers(buffers)
+
+    def _measure(self, jacobian: Jacobian) -> None:
+        """∇f and ‖Var‖₁ from the rows of J."""
         squares, sums, first = [], [], 0
-        for size, block in zip(self._batch.sizes, self._batch.blocks.values(), strict=True):
+        for size, count in zip(self.batch.sizes, self.batch.own_counts, strict=True):
             rows = slice(first, first + size)
-            squares.append(jacobian.squared_norms(self.residual[rows], len(block), rows))
+            squares.append(jacobian.squared_norms(self.residual[rows], count, rows))
             sums.append(jacobian.transposed_product(self.residual[rows], rows))
             first += size
         bad = torch.stack([~part.sum(dtype=torch.float64).isfinite() for part in jacobian.parts()]).any().double()
@@ -206,75 +246,36 @@ class ResidualModel:
             )
         shared_squares, squared_sums = numbers[: len(squares)], numbers[len(squares) : 2 * len(squares)]
         total = 0.0
-        for count, square, squared_sum in zip(self.counts.values(), shared_squares, squared_sums, strict=True):
+        for count, square, squared_sum in zip(self.batch.counts.values(), shared_squares, squared_sums, strict=True):
             if count > 1:
                 total += max(square - squared_sum / count, 0.0) * count / (count - 1)
         self.variance = None if self.samples == 1 else self.samples * total
         self.gradient_squared = numbers[2 * len(squares)]
 
-    def measure_parts(self, backward: Callable[[Tensor], Tensor]) -> None:
-        """Set ∇f, and an estimate of the variance from the gradients of a few parts of the batch, a product each.
+    def _measure_parts(self) -> None:
+        """∇f, and an estimate of the variance from the gradients of a few parts of the batch, a product each.
 
         A part has every so many-th row of each block, counted over all processes. The variance is None if some block
         has fewer than two rows.
-
-        Args:
-            backward: u -> Jᵀu over the rows of all processes.
         """
-        parts = min(_PARTS, *self.counts.values())
+        parts = min(_PARTS, *self.batch.counts.values())
         if parts < 2:
-            self.gradient, self.variance = backward(self.residual), None
+            self.gradient, self.variance = self.backward(self.residual), None
             self.gradient_squared = inner(self.gradient, self.gradient).item()
             return
-        own = [len(block) for block in self._batch.blocks.values()]
-        before = gather_numbers(own, self._device)[: rank()]  # rows of the processes before this one
+        own, device = self.batch.own_counts, self.residual.device
+        before = gather_numbers(own, device)[: rank()]  # rows of the processes before this one
         firsts = [sum(counts) for counts in zip(*before, strict=True)] or [0] * len(own)
         part_of = torch.cat(
             [
-                torch.arange(first, first + count, device=self._device).repeat_interleave(size // count) % parts
-                for first, count, size in zip(firsts, own, self._batch.sizes, strict=True)
+                torch.arange(first, first + count, device=device).repeat_interleave(size // count) % parts
+                for first, count, size in zip(firsts, own, self.batch.sizes, strict=True)
             ]
         )
-        gradients = torch.stack([backward(self.residual * (part_of == part)) for part in range(parts)])
+        gradients = torch.stack([self.backward(self.residual * (part_of == part)) for part in range(parts)])
         self.gradient, deviations = gradients.sum(0), gradients - gradients.mean(0)
         numbers = torch.stack([inner(self.gradient, self.gradient), inner(deviations, deviations)]).tolist()
         self.gradient_squared, self.variance = numbers[0], self.samples * numbers[1] * parts / (parts - 1)
-
-    def _scaled(self, residual: Tensor) -> Tensor:
-        return residual.to(self._dtype) * self._scale
-
-
-class RowProducts:
-    """Products with J of a batch, over all processes, by its rows."""
-
-    def __init__(self, jacobian: Jacobian) -> None:
-        self._jacobian = jacobian
-
-    def forward(self, d: Tensor) -> Tensor:
-        """J d, this process's rows."""
-        return self._jacobian.product(d)
-
-    def backward(self, u: Tensor) -> Tensor:
-        """Jᵀu over the rows of all processes."""
-        return all_reduce(self._jacobian.transposed_product(u))
-
-
-class Products:
-    """The same by passes through the module."""
-
-    def __init__(self, batch: BatchResiduals, scale: Tensor, weights: FlatWeights) -> None:
-        self._weights, self._scale = weights, scale
-        self._linearization = linearize(
-            lambda params: batch.graph(params).to(scale.dtype), weights.by_name, backend="double_backward"
-        )
-
-    def forward(self, d: Tensor) -> Tensor:
-        """J d, this process's rows."""
-        return self._linearization.jvp(self._weights.unflat(d)) * self._scale
-
-    def backward(self, u: Tensor) -> Tensor:
-        """Jᵀu over the rows of all processes."""
-        return all_reduce(self._weights.flat(self._linearization.vjp(u * self._scale)))
 
 
 def _repeating(state: RandomState, device: torch.device) -> Callable[[], AbstractContextManager[None]]:

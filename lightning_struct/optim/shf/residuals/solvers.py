@@ -15,7 +15,7 @@ from lightning_struct.functional.residuals.jacobians import DenseJacobian, Jacob
 from lightning_struct.functional.solvers.factored_least_squares import FactoredLeastSquares, GramLeastSquares
 from lightning_struct.functional.solvers.projected_least_squares import ProjectedLeastSquares
 from lightning_struct.optim.memory import check_memory, fits_memory
-from lightning_struct.optim.shf.residuals.model import Products, ResidualModel, RowProducts
+from lightning_struct.optim.shf.residuals.model import ResidualBatch, ResidualModel
 
 # Cost model of the choice between the solvers, in multiplications: of JᵀJ or J Jᵀ, of which half is computed; of the
 # factorisations, for each of their numbers and rows: three or four by Cholesky, as most steps take; and the iterations
@@ -43,15 +43,15 @@ class FreeMemory:
         self.too_many: dict[str, int] = {}
         self._fitted: dict[str, int] = {}
 
-    def suffices_for(self, name: str, model: ResidualModel, needed: Mapping[str, tuple[int, str]]) -> bool:
+    def suffices_for(self, name: str, batch: ResidualBatch, needed: Mapping[str, tuple[int, str]]) -> bool:
         """Whether all processes have enough memory.
 
         Args:
             name: of the matrix that needs it.
-            model: the problem, which it is the larger for the more rows it has.
+            batch: of the problem, which it is the larger for the more rows it has.
             needed: as for :func:`~lightning_struct.optim.memory.fits_memory`.
         """
-        rows, device = model.rows, model.residual.device
+        rows, device = batch.rows, batch.residual.device
         too_many, fitted = self.too_many.get(name, sys.maxsize), self._fitted.get(name, 0)
         fits = _everywhere(rows < too_many and (rows <= fitted or fits_memory(needed, device)), device)
         if fits:
@@ -69,7 +69,6 @@ class ResidualSolver(ABC):
         largest: the largest singular value of J, or its estimate.
         smallest_damping: a λ that adapts does not fall below it.
         iterations: iterations so far; 0 for the exact solver.
-        method: ``"exact"`` or ``"lsmr"``.
         stop_reason: why it stopped: ``"exact"``, ``"normal_residual"``, ``"maxiter"``.
     """
 
@@ -77,7 +76,6 @@ class ResidualSolver(ABC):
     largest: float
     smallest_damping: float = 0.0
     iterations: int = 0
-    method: str
     stop_reason: str
 
     @abstractmethod
@@ -108,16 +106,18 @@ class ExactSolver(ResidualSolver):
 
     The last resort is a QR and an SVD: for the smallest λ, and for small J, which they take no time for.
 
+    Args:
+        model: the problem, with J.
+
     Raises:
-        ValueError: NaN or infinity in J, or in its products.
+        ValueError: NaN or infinity in the products of J.
     """
 
-    method = stop_reason = "exact"
+    stop_reason = "exact"
 
     def __init__(self, model: ResidualModel) -> None:
-        self._model = model
-        self._jacobian = model.jacobian(model.form_for_gram)
-        model.measure(self._jacobian)
+        assert model.jacobian is not None
+        self._model, self._jacobian = model, model.jacobian
         if isinstance(self._jacobian, DenseJacobian) and model.residual.device.type != "mps":  # which has no float64
             self._jacobian = DenseJacobian(self._jacobian.dense().double())
         self._factored: FactoredLeastSquares | GramLeastSquares | None = None
@@ -174,45 +174,29 @@ class ExactSolver(ResidualSolver):
                 f"products of the derivatives of the residuals are too large for {self._jacobian.dtype}; the "
                 "weights are unchanged. Divide the residuals by their usual size in the module"
             )
-        if self._model.form_for_gram.kept:  # J is kept as outer products, and never formed: it is wide
+        if self._model.batch.form_for_gram.kept:  # J is kept as outer products, and never formed: it is wide
             self.smallest_damping = gram.smallest_damping
 
 
 class KrylovSolver(ResidualSolver):
     """LSMR by one bidiagonalisation, in the Krylov space of the batch.
 
-    Products with J are those with its outer products, and with columns where these are smaller, as far as they fit into
-    memory; else by backward passes through the module, and J is not formed.
-
     Args:
         model: the problem.
         maxiter: bound on the iterations.
-        free_memory: bytes that are free.
 
     Raises:
         FloatingPointError: a product holds NaN or infinity.
     """
 
-    method = "lsmr"
-
-    def __init__(self, model: ResidualModel, maxiter: int, free_memory: FreeMemory) -> None:
+    def __init__(self, model: ResidualModel, maxiter: int) -> None:
         self._model, self._maxiter = model, maxiter
-        form = model.form_for_products
-        self._products: Products | RowProducts
-        fits = free_memory.suffices_for("J", model, _memory_of_products(model, form, maxiter))  # asked on all processes
-        if form is not None and fits:
-            jacobian = model.jacobian(form)
-            self._products = RowProducts(jacobian)
-            model.measure(jacobian)
-        else:
-            self._products = model.products()
-            model.measure_parts(self._products.backward)
 
     def begin(self, start: Tensor | None, damping: float | None) -> None:
         residual, self.start = self._model.residual, start
         self._projected = ProjectedLeastSquares(
-            self._products.forward,
-            self._products.backward,
+            self._model.forward,
+            self._model.backward,
             -residual if start is None else -residual - self.product(start),
             self._maxiter,
             damping=0.5 * (damping or 0.0),  # the next smaller one, which is tried too
@@ -229,7 +213,7 @@ class KrylovSolver(ResidualSolver):
         return step if self.start is None else step.add_(self.start)
 
     def product(self, d: Tensor) -> Tensor:
-        return self._products.forward(d)
+        return self._model.forward(d)
 
     def solve(self, b: Tensor, damping: float) -> Tensor:
         return self._projected.solve(b, damping)
@@ -263,33 +247,41 @@ def chosen_solver(
     return "exact" if fits and exact <= krylov else "lsmr"
 
 
-def make_solver(model: ResidualModel, name: str | None, maxiter: int, free_memory: FreeMemory) -> ResidualSolver:
-    """The solver of a batch.
+def linearized(batch: ResidualBatch, name: str | None, maxiter: int, free_memory: FreeMemory) -> ResidualModel:
+    """The model of a batch, with J in the form that its solver takes.
+
+    LSMR multiplies by outer products, and by columns where these are smaller, as far as they fit into memory; else by
+    passes through the module, and J is not formed.
 
     Args:
-        model: the problem.
+        batch: the residuals.
         name: of the solver; None for one by :func:`chosen_solver`, which is ``"lsmr"`` where memory is short too.
         maxiter: bound on the iterations of LSMR.
-        free_memory: bytes that are free.
+        free_memory: decisions about it.
 
     Raises:
         MemoryError: ``"exact"`` was asked for, and takes more than is free, on any of the processes.
+        ValueError: NaN or infinity in J.
     """
     if name == "exact":
-        _check_memory_of_exact(model)
+        _check_memory_of_exact(batch)
     elif name is None:
-        sizes = model.rows, len(model.weights.vector), model.residual.element_size(), maxiter
-        matrix, on_gpu = matrix_form(*sizes[:2]), model.residual.device.type != "cpu"
+        sizes = batch.rows, len(batch.weights.vector), batch.residual.element_size(), maxiter
+        matrix, on_gpu = matrix_form(*sizes[:2]), batch.residual.device.type != "cpu"
         name = chosen_solver(*sizes, replace(matrix, numbers=0, cost=0.0), on_gpu=on_gpu)  # however J is kept
         if name == "exact":
-            name = chosen_solver(*sizes, model.form_for_gram, on_gpu=on_gpu)
-        if name == "exact" and not free_memory.suffices_for("exact", model, _memory_of_exact(model)[1]):
+            name = chosen_solver(*sizes, batch.form_for_gram, on_gpu=on_gpu)
+        if name == "exact" and not free_memory.suffices_for("exact", batch, _memory_of_exact(batch)[1]):
             name = "lsmr"
-    return ExactSolver(model) if name == "exact" else KrylovSolver(model, maxiter, free_memory)
+    if name == "exact":
+        return ResidualModel(batch, batch.jacobian(batch.form_for_gram), name)
+    form = batch.form_for_products
+    fits = free_memory.suffices_for("J", batch, _memory_of_products(batch, form, maxiter))  # asked on all processes
+    return ResidualModel(batch, batch.jacobian(form) if form is not None and fits else None, name)
 
 
-def _check_memory_of_exact(model: ResidualModel) -> None:
-    memory = what, needed, device, remedy = _memory_of_exact(model)
+def _check_memory_of_exact(batch: ResidualBatch) -> None:
+    memory = what, needed, device, remedy = _memory_of_exact(batch)
     if not _everywhere(fits_memory(needed, device), device):
         check_memory(*memory)
         raise MemoryError(f"{what} take more than is free on another process. {remedy}")
@@ -300,22 +292,22 @@ def _everywhere(holds: bool, device: torch.device) -> bool:
     return all(held for (held,) in gather_numbers([holds], device))
 
 
-def _memory_of_products(model: ResidualModel, form: JacobianForm | None, maxiter: int) -> dict[str, tuple[int, str]]:
+def _memory_of_products(batch: ResidualBatch, form: JacobianForm | None, maxiter: int) -> dict[str, tuple[int, str]]:
     """Bytes of J and of the solver's bases; more than there are if J is beyond its bound, or has no form."""
-    element, rows, columns = model.residual.element_size(), len(model.residual), len(model.weights.vector)
+    element, rows, columns = batch.residual.element_size(), len(batch.residual), len(batch.weights.vector)
     size = sys.maxsize if form is None else form.numbers * element
-    steps = min(maxiter, model.rows, columns)
+    steps = min(maxiter, batch.rows, columns)
     return {
         "J": (2 * size if size <= _LARGEST_JACOBIAN else sys.maxsize, "and as much while it is made"),
         "the bases": ((steps + 1) * (rows + columns) * element, f"{steps + 1} vectors of each side"),
     }
 
 
-def _memory_of_exact(model: ResidualModel) -> tuple[str, dict[str, tuple[int, str]], torch.device, str]:
+def _memory_of_exact(batch: ResidualBatch) -> tuple[str, dict[str, tuple[int, str]], torch.device, str]:
     """Arguments of :func:`~lightning_struct.optim.memory.check_memory` for the exact solver."""
-    rows, columns, form = model.rows, len(model.weights.vector), model.form_for_gram
-    size = model.residual.element_size()
-    matrix, side = size * len(model.residual) * columns, size * min(rows, columns) ** 2
+    rows, columns, form = batch.rows, len(batch.weights.vector), batch.form_for_gram
+    size = batch.residual.element_size()
+    matrix, side = size * len(batch.residual) * columns, size * min(rows, columns) ** 2
     text = f"{min(rows, columns)} x {min(rows, columns)}"
     if form.kept:
         needed = {
@@ -324,13 +316,13 @@ def _memory_of_exact(model: ResidualModel) -> tuple[str, dict[str, tuple[int, st
         }
     else:
         needed = {
-            "J": (matrix, f"{len(model.residual)} x {columns}"),
+            "J": (matrix, f"{len(batch.residual)} x {columns}"),
             "its factors": (matrix * 8 // size, "as many numbers in float64"),
             "JᵀJ": (4 * side * 8 // size, f"{text}, and its factors"),
         }
     return (
         f"The matrices of solver='exact' for {rows:,} residuals and {columns:,} parameters",
         needed,
-        model.residual.device,
+        batch.residual.device,
         "Take fewer points in a step, or solver='lsmr', which keeps two vectors for each of its iterations instead",
     )

@@ -14,26 +14,30 @@ from lightning_struct.functional.residuals.residual_rows import RowRecords
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.solvers.curve_fit import inverse_of_normal_matrices
 from lightning_struct.functional.vectors import inner
-from lightning_struct.optim.shf.residuals.model import ResidualModel
-from lightning_struct.optim.shf.residuals.solvers import FreeMemory, ResidualSolver, make_solver
+from lightning_struct.optim.shf.residuals.model import ResidualBatch, ResidualModel
+from lightning_struct.optim.shf.residuals.solvers import (
+    ExactSolver,
+    FreeMemory,
+    KrylovSolver,
+    ResidualSolver,
+    linearized,
+)
 from lightning_struct.optim.shf.samples import arguments, check_arguments
 from lightning_struct.optim.shf.settings import Settings, name_of
-from lightning_struct.optim.shf.step_state import Memory, StepState
+from lightning_struct.optim.shf.step_state import Decisions, Memory, StepState
 from lightning_struct.optim.shf.steps import Steps, Update
 
 _log = logging.getLogger(__name__)
 # If a step fails, the next one goes on with λ times this, at most with the largest singular value of J: the step has
 # tried all larger ones, and from far above it a step on other samples may be too short to change the loss.
 _RAISED = 10.0
-# γ rises no further by itself: the paper's γ₁.
-_LARGEST_WARM_START = 0.7
 # λ of the first step, as a share of the largest singular value of J.
 _FIRST_SHARE = 0.1
 # The smallest λ is taken whose step lowers the loss by this share of the prediction (DSGNAR, arXiv 2607.02194).
 _SMALLEST_RATIO = 0.075
 # λ is first divided by a factor, which is squared if that will do, and else becomes its root, between these bounds. λ
 # rises by it from one try to the next, and by a half more each time.
-_FIRST_FACTOR, _SMALLEST_FACTOR, _LARGEST_FACTOR, _FASTER = 2.0, 2.0**0.125, 4.0, 1.5
+_SMALLEST_FACTOR, _LARGEST_FACTOR, _FASTER = 2.0**0.125, 4.0, 1.5
 # A step is corrected at most so often, as long as the loss above the prediction falls to this share, or is more than
 # this share of the prediction.
 _CORRECTIONS, _GAIN, _REST = 20, 0.8, 0.01
@@ -58,9 +62,8 @@ class ResidualSteps(Steps):
 
     def __init__(self, module: nn.Module, loss: LeastSquares, given: Settings) -> None:
         super().__init__(module, loss, given.for_residuals(), exact_variance=True)
-        self._adapts_warm_start = given.warm_start.is_left("initial")
         self._checks_reached = True
-        self._records, self._free_memory, self._factor = RowRecords(module), FreeMemory(), _FIRST_FACTOR
+        self._records, self._free_memory = RowRecords(module), FreeMemory()
 
     def linearize(self, now: StepState, inputs: Any, targets: Tensor | None) -> ResidualModel:
         """The problem of a batch at the current weights.
@@ -79,35 +82,40 @@ class ResidualSteps(Steps):
                 "Lightning put SHFOptimization before the LightningModule: automatic optimization gives an optimizer "
                 "no batch"
             )
-        memory = now.memory
-        self._records.refused = dict(memory.decisions.get("refused_rows", {}))
-        self._records.whole_batches.refused = memory.decisions.get("refused_batches", False)
-        self._free_memory.too_many = dict(memory.decisions.get("too_many_rows", {}))
-        self._factor = memory.decisions.get("damping_factor", _FIRST_FACTOR)
+        decisions = now.memory.decisions
+        self._records.refused = dict(decisions.refused_rows)
+        self._records.whole_batches.refused = decisions.refused_batches
+        self._free_memory.too_many = dict(decisions.too_many_rows)
+        name = None if self.settings.solver is None else name_of(self.settings.solver)
         with now.timed("linearize"), self._network_draws(now), self.buffers.watched():
             try:
-                return ResidualModel(self._records, self.loss, now.weights, inputs, counts=memory.blocks)
+                batch = ResidualBatch(self._records, self.loss, now.weights, inputs, counts=now.memory.blocks)
             except TypeError:
                 check_arguments(self.module, arguments(inputs), _FORWARD)
                 raise
-
-    def solver(self, now: StepState, model: ResidualModel) -> ResidualSolver:
-        """The solver of the problem for any λ, which brings ∇f and the variance with it."""
-        name = None if self.settings.solver is None else name_of(self.settings.solver)
         # Autocast is for the module, not for solvers.
-        with now.timed("linearize"), torch.autocast(model.residual.device.type, enabled=False):
-            solver = make_solver(model, name, self.settings.maxiter, self._free_memory)
-        if solver.method == "exact":
+        with now.timed("linearize"), torch.autocast(batch.residual.device.type, enabled=False):
+            model = linearized(batch, name, self.settings.maxiter, self._free_memory)
+        if model.method == "exact":
             self._warn_of_slow_rows()
         if self._checks_reached:
             self._checks_reached = False
             with self._network_draws(now):
-                self.diagnostics.check_reached(now.weights, model.weights.unflat(model.gradient), model.args)
-        return solver
+                self.diagnostics.check_reached(now.weights, model.weights.unflat(model.gradient), batch.args)
+        return model
+
+    def choose_damping(self, now: StepState, model: ResidualModel) -> None:
+        """Nothing: λ₁ is a share of the largest singular value of J, which the solver tells the search."""
+
+    def solver(self, now: StepState, model: ResidualModel) -> ResidualSolver:
+        """The solver of the problem for any λ."""
+        with now.timed("linearize"), torch.autocast(model.residual.device.type, enabled=False):
+            return ExactSolver(model) if model.method == "exact" else KrylovSolver(model, self.settings.maxiter)
 
     def search(self, now: StepState, model: ResidualModel, solver: ResidualSolver) -> Update:
         """The longest step around d0 = γ d of the last step, else around zero, that the model predicts well enough."""
         damping, rule, adapts = now.group["damping"], self.settings.damping, now.group["drop"] is not None
+        factor = now.memory.decisions.damping_factor
         if model.gradient_squared == 0.0:
             name, why = "underflow" if bool(model.gradient.any()) else "gtol", ""
             if name == "underflow":
@@ -115,7 +123,14 @@ class ResidualSteps(Steps):
             elif model.value > 0.0:
                 why = ": it is at a minimum, or no residual depends on the weights (look for detach, no_grad, item)"
             self.diagnostics.once("zero", f"SHF: the gradient of this batch is zero{why}; no step is taken")
-            return Update(model.value, damping or 1.0, "zero_gradient", solver.iterations, convergence={name: 0.0})
+            return Update(
+                model.value,
+                damping or 1.0,
+                "zero_gradient",
+                solver.iterations,
+                convergence={name: 0.0},
+                damping_factor=factor,
+            )
         start = now.start(model.weights.vector)
         with torch.autocast(model.residual.device.type, enabled=False):
             for center in (None,) if start is None else (start, None):
@@ -125,10 +140,10 @@ class ResidualSteps(Steps):
                     bounds = max(rule.bounds[0], smallest), rule.bounds[1]
                     around = _FIRST_SHARE * solver.largest if damping is None else max(damping, smallest)
                     accelerated = getattr(rule, "acceleration", True)
-                    steps = DampedSteps(model, solver, bounds, self._factor, accelerated=accelerated)
+                    steps = DampedSteps(model, solver, bounds, factor, accelerated=accelerated)
                 with now.timed("line_search"):
                     step = steps.best(around, adapts=adapts)
-                    self._factor = steps.factor
+                    factor = steps.factor
                 if step is not None:
                     d, w = step.direction, model.weights.vector
                     squares = torch.stack([inner(d, d), inner(w, w)]).tolist()
@@ -149,23 +164,26 @@ class ResidualSteps(Steps):
                         step_length=1.0,
                         reduction_ratio=-fall / change if change < 0.0 else 0.0,
                         convergence=convergence,
+                        damping_factor=factor,
                     )
         self._warn_of_precision(model)
         raised = min(around * _RAISED, max(solver.largest, bounds[0]))
-        left = {"precision": 0.0}
-        return Update(model.value, min(raised, bounds[1]), "line_search", solver.iterations, convergence=left)
+        return Update(
+            model.value,
+            min(raised, bounds[1]),
+            "line_search",
+            solver.iterations,
+            convergence={"precision": 0.0},
+            damping_factor=factor,
+        )
 
     def adapt(self, now: StepState, model: ResidualModel, solver: ResidualSolver, update: Update) -> None:
         """λ and γ of the next step, and the memory of this one."""
         group, memory = now.group, now.memory
-        if self._adapts_warm_start:
-            rounding = torch.finfo(model.residual.dtype).eps ** 0.5
-            group["warm_start"] = adapted_warm_start(group["warm_start"], model.value, memory.loss_after, rounding)
-        else:
-            group["warm_start"] = self.settings.warm_start.grown(group["warm_start"])
+        group["warm_start"] = self.settings.warm_start.grown(group["warm_start"])
         if memory.steps == 0 and rank() == 0:
             _log.info(
-                f"SHF chose solver={solver.method!r} for {model.rows:,} residuals and "
+                f"SHF chose solver={model.method!r} for {model.rows:,} residuals and "
                 f"{len(model.weights.vector):,} parameters, damping={update.damping:.3g}"
             )
         if group["drop"] is not None or group["damping"] is None:
@@ -173,14 +191,13 @@ class ResidualSteps(Steps):
         now.memory = Memory(
             steps=memory.steps + 1,
             direction=update.direction,
-            blocks=model.counts,
-            loss_after=update.loss,
-            decisions={
-                "refused_rows": dict(self._records.refused),
-                "refused_batches": self._records.whole_batches.refused,
-                "too_many_rows": dict(self._free_memory.too_many),
-                "damping_factor": self._factor,
-            },
+            blocks=model.batch.counts,
+            decisions=Decisions(
+                refused_rows=dict(self._records.refused),
+                refused_batches=self._records.whole_batches.refused,
+                too_many_rows=dict(self._free_memory.too_many),
+                damping_factor=update.damping_factor,
+            ),
         )
 
     def covariance(self, now: StepState, inputs: Any) -> Tensor:
@@ -193,7 +210,7 @@ class ResidualSteps(Steps):
         count = len(model.weights.vector)
         if model.rows <= count:
             raise ValueError(f"{model.rows} residuals are too few for a covariance of {count} parameters")
-        rows = model.jacobian(matrix_form(model.rows, count)).gathered(all_gather_unequal).dense()
+        rows = model.batch.jacobian(matrix_form(model.rows, count)).gathered(all_gather_unequal).dense()
         held = torch.zeros(1, count, dtype=torch.bool, device=rows.device)
         inverse = inverse_of_normal_matrices(rows[None], held)[0]
         if not bool(inverse.isfinite().all()):
@@ -300,15 +317,16 @@ class DampedSteps:
         """The step for one λ: about the minimum over d of ½‖r(w + d)‖² + ½λ²‖d - d0‖², with J as it is at w."""
         damping, model = self._within(damping), self._model
         d = self._solver.direction(damping)
-        residual = model.residual_at(d)
-        ends = model.value_of(residual), model.value_of(model.residual + self._solver.product(d))
+        batch = model.batch
+        residual = batch.residual_at(d)
+        ends = batch.value_of(residual), batch.value_of(model.residual + self._solver.product(d))
         value, predicted = torch.stack(ends).tolist()
         for _ in range(self._corrections):
             if not math.isfinite(value) or value <= (1.0 + _REST) * predicted:
                 break
             corrected = self._solver.corrected(d, residual, damping)
-            residual = model.residual_at(corrected)
-            lower = model.value_of(residual).item()
+            residual = batch.residual_at(corrected)
+            lower = batch.value_of(residual).item()
             if not lower < value:
                 break
             is_slow = lower - predicted > _GAIN * (value - predicted)
@@ -319,22 +337,3 @@ class DampedSteps:
 
     def _within(self, damping: float) -> float:
         return min(max(damping, self._smallest), self._largest)
-
-
-def adapted_warm_start(warm_start: float, loss: float, left: float | None, rounding: float) -> float:
-    """γ for the steps to come, by how much of the loss of a batch the one before did not show.
-
-    If the samples stay, a batch begins with the loss that the last step left: γ stays, at first 0. Samples that are
-    drawn anew have a larger loss, as far as the steps fitted the noise of the last ones; γ then moves half of the way
-    to the share 1 - left/loss, .7 at most, and averages over the batches (see SPRING, Goldshlager et al. 2024).
-
-    Args:
-        warm_start: γ.
-        loss: of the batch, before its step.
-        left: the loss that the last step left of its batch; None for the first step.
-        rounding: share of the loss that rounding may change.
-    """
-    if left is None or abs(loss - left) <= rounding * left:
-        return warm_start
-    unseen = 1.0 - left / loss if loss > left else 0.0
-    return 0.5 * (warm_start + min(unseen, _LARGEST_WARM_START))

@@ -18,7 +18,7 @@ def leaves(vector: Any, like: Vector | None = None, name: str = "a vector") -> l
         ValueError: other names or shapes than those of ``like``.
     """
     if like is not None:
-        return [t.detach() for t in checked(vector, like, name)]
+        return [t.detach() for t in matching_tensors(vector, like, name)]
     _check_type(vector, name)
     tensors = [vector] if isinstance(vector, Tensor) else list(vector.values())
     if others := {t.dtype for t in tensors} - {torch.float32, torch.float64}:
@@ -26,7 +26,7 @@ def leaves(vector: Any, like: Vector | None = None, name: str = "a vector") -> l
     return [t.detach() for t in tensors]
 
 
-def checked(vector: Vector, like: Vector, name: str) -> list[Tensor]:
+def matching_tensors(vector: Vector, like: Vector, name: str) -> list[Tensor]:
     """The tensors of a vector, in the order of ``like``, as they are; errors call it by ``name``.
 
     Raises:

@@ -60,11 +60,11 @@ class DoubleBackward(Linearization):
             gradients = torch.autograd.grad(
                 self._graph, list(self._point.values()), self._u, create_graph=True, materialize_grads=True
             )
-        reached = {name: g for name, g in zip(self._point, gradients, strict=True) if g.requires_grad}
-        self._reached, self._vjp_graph = list(reached), list(reached.values())
+        dependent = {name: g for name, g in zip(self._point, gradients, strict=True) if g.requires_grad}
+        self._dependent, self._vjp_graph = list(dependent), list(dependent.values())
 
     def _jvp(self, v: Parameters) -> Tensor:
-        tangents = [v[name].to(g.dtype) for name, g in zip(self._reached, self._vjp_graph, strict=True)]
+        tangents = [v[name].to(g.dtype) for name, g in zip(self._dependent, self._vjp_graph, strict=True)]
         try:
             (tangent,) = torch.autograd.grad(self._vjp_graph, self._u, tangents, retain_graph=True)
         except NotImplementedError as error:

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from lightning_struct.functional.vectors import checked
+from lightning_struct.functional.vectors import matching_tensors
 
 Parameters: TypeAlias = Mapping[str, Tensor]
 
@@ -29,7 +29,7 @@ class Linearization(ABC):
         Raises:
             ValueError: other names or shapes than those of the parameters.
         """
-        checked(v, self._point, "v")
+        matching_tensors(v, self._point, "v")
         return self._jvp(v)
 
     def vjp(self, u: Tensor, out: Parameters | None = None) -> dict[str, Tensor]:
@@ -38,9 +38,9 @@ class Linearization(ABC):
         Raises:
             ValueError: ``u`` has another shape, or ``out`` other names or shapes than those of the parameters.
         """
-        checked(u, self.outputs, "u")
+        matching_tensors(u, self.outputs, "u")
         if out is not None:
-            checked(out, self._point, "out")
+            matching_tensors(out, self._point, "out")
         return self._vjp(u, out)
 
     def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ class Linearization(ABC):
         Raises:
             ValueError: ``u`` is not shaped like ``outputs``, or a batch normalisation couples the samples.
         """
-        checked(u, self.outputs, "u")
+        matching_tensors(u, self.outputs, "u")
         return self._squared_vjp(u)
 
     def squared_norms(self, u: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Linearization(ABC):
         Raises:
             ValueError: as for :meth:`squared_vjp`.
         """
-        checked(u, self.outputs, "u")
+        matching_tensors(u, self.outputs, "u")
         return self._squared_norms(u)
 
     @abstractmethod

@@ -37,7 +37,7 @@ from lightning_struct.functional.residuals.recorded_batch import (
     without_writes,
 )
 from lightning_struct.functional.residuals.residuals import residual_blocks
-from lightning_struct.functional.residuals.weight_products import Outer, WeightProducts
+from lightning_struct.functional.residuals.weight_products import OuterFactors, WeightProducts
 from lightning_struct.functional.torch_tools import call_with, tree_leaves
 
 # Numbers and rows of the Jacobian that are computed at once: their intermediate values take several times as much
@@ -158,7 +158,7 @@ class BatchResiduals:
         rows = self._known_rows(name)
         if rows is not None:
             values, products = rows.jacobian(params, out, kept)  # the values come with the rows
-            if rows.are(values, self.blocks[name], params):
+            if rows.matches(values, self.blocks[name], params):
                 return products
         rows = self._checked_rows(name)
         return None if rows is None else rows.jacobian(params, out, kept)[1]
@@ -240,7 +240,7 @@ class RowRecords:
     ) -> _Rows | None:
         """A block row by row, by a record that gives its values at ``params``; None if there is none."""
         rows = self.kept_rows_of(name, block, args)
-        if rows is not None and rows.give(block, params):
+        if rows is not None and rows.gives(block, params):
             return rows
         if name in self.refused:
             return None
@@ -260,14 +260,14 @@ class RowRecords:
                 graph = recorded_graph(single_row, params, buffers, inputs.row(0))
             try:
                 rows = _Rows(_Record(graph, params, inputs), inputs, buffers)
-                fits = rows.give(block, params)
+                fits = rows.gives(block, params)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
                 if (rewritten := without_writes(graph, params, buffers, inputs.row(0))) is None:
                     raise
                 rows = _Rows(_Record(rewritten, params, inputs), inputs, buffers)
-                fits = rows.give(block, params)
+                fits = rows.gives(block, params)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001  # a module may do anything, and a failure to record is no error
@@ -322,7 +322,7 @@ class _Record:
 
     def gradients(
         self, params: Parameters, buffers: Parameters, tensors: list[Tensor], dims: list[int | None]
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Outer]]:
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, OuterFactors]]:
         """Gradients of several rows, as :meth:`WeightProducts.gradients` returns them for one.
 
         Shapes that come a second time are recorded: the rules of ``vmap`` and autograd take longer than the operations.
@@ -365,11 +365,11 @@ class _Rows:
             over_rows = vmap(self.record.graph, in_dims=tuple(dims))
             return over_rows(*tree_leaves((params, self._buffers, self._inputs.tensors)))
 
-    def give(self, block: Tensor, params: Parameters) -> bool:
+    def gives(self, block: Tensor, params: Parameters) -> bool:
         """Whether these are the values of a block."""
-        return self.are(self.values(params), block, params)
+        return self.matches(self.values(params), block, params)
 
-    def are(self, values: Tensor, block: Tensor, params: Parameters) -> bool:
+    def matches(self, values: Tensor, block: Tensor, params: Parameters) -> bool:
         """Whether values (n_b, k) are those of a block. A single row is rounded otherwise than the whole batch."""
 
         def largest() -> float:

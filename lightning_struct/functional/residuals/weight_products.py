@@ -18,8 +18,8 @@ from lightning_struct.functional.torch_tools import tree_leaves, tree_map
 
 _aten = torch.ops.aten
 _SAME, _TURNED = (_aten.alias.default,), (_aten.t.default, _aten.transpose.int)
-# Outer products: (..., m, rows of W) and (..., m, columns of W).
-Outer: TypeAlias = tuple[Tensor, Tensor]
+# OuterFactors products: (..., m, rows of W) and (..., m, columns of W).
+OuterFactors: TypeAlias = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class WeightProducts:
 
     def gradients(
         self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], tensors: Sequence[Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Outer]]:
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, OuterFactors]]:
         """Residuals (k,) and their gradients, which ``torch.func.vmap`` can be taken of.
 
         Returns:
@@ -85,7 +85,7 @@ class WeightProducts:
         else:
             pulled = vmap(pull)(torch.eye(len(residuals), dtype=residuals.dtype, device=residuals.device))
         gradients, slopes = pulled  # for each residual
-        parts: dict[str, list[Outer]] = {}
+        parts: dict[str, list[OuterFactors]] = {}
         for use, operand, slope in zip(self._uses.values(), operands, slopes, strict=True):
             operand = operand.expand(len(residuals), *operand.shape)
             parts.setdefault(use.name, []).append((slope, operand) if use.turned else (operand, slope))

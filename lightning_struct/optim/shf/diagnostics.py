@@ -50,7 +50,7 @@ class Diagnostics:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._said: set[Any] = set()
+        self._warned: set[Any] = set()
 
     def once(self, about: Any, message: str) -> None:
         """Warn, unless a warning about the same has been given."""
@@ -58,8 +58,8 @@ class Diagnostics:
             warn(message)
 
     def _is_first(self, about: Any) -> bool:
-        first = about not in self._said
-        self._said.add(about)
+        first = about not in self._warned
+        self._warned.add(about)
         return first
 
     def check_loss(self, model: BatchModel) -> None:
@@ -100,7 +100,7 @@ class Diagnostics:
                 f"differs from ‖Jᵀu‖² by {error:.0%}. Write that backward in differentiable operations of torch"
             )
 
-    def check_reached(self, weights: Mapping[str, Tensor], gradient: Mapping[str, Tensor], args: Any) -> None:
+    def check_untrained(self, weights: Mapping[str, Tensor], gradient: Mapping[str, Tensor], args: Any) -> None:
         """Warn of parameters with a gradient of zero whose layers are called with gradients turned off, and never else.
 
         So it is within re-entrant activation checkpointing, whose backward pass reaches the inputs that are asked for

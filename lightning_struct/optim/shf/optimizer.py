@@ -144,7 +144,7 @@ class SHF(torch.optim.Optimizer):
         else:
             self._steps = OutputSteps(module, objective, given, named)
         self.report: StepReport | None = None
-        self._told_of_new = False
+        self._warned_of_new = False
         in_force = self.settings
         super().__init__(
             named.values(),
@@ -398,8 +398,8 @@ class SHF(torch.optim.Optimizer):
                 "a gradient when it is made: make a new SHF after layers are frozen or unfrozen"
             )
         new = [name for name, p in self.module.named_parameters() if p.requires_grad and name not in trained]
-        if new and not self._told_of_new:
-            self._told_of_new = True
+        if new and not self._warned_of_new:
+            self._warned_of_new = True
             warn(f"SHF does not train {', '.join(new[:3])}, added or unfrozen since it was made: make a new SHF")
 
     @property

@@ -1,4 +1,4 @@
-"""Samples of one batch, distributed over processes; and weights as one flat vector."""
+"""BatchShare of one batch, distributed over processes; and weights as one flat vector."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def any_not_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack(flags).any().to(device) if flags else torch.zeros((), dtype=torch.bool, device=device)
 
 
-def is_looked_at_once(device: torch.device) -> bool:
+def checks_before_forward(device: torch.device) -> bool:
     """Whether data is looked at before the first forward: on the CPU, or since processes exchange their counts.
 
     Elsewhere it is looked at together with the loss, since the host waits for each look at a device.
@@ -66,7 +66,7 @@ class FlatWeights:
 
 
 @dataclass(frozen=True)
-class Samples:
+class BatchShare:
     """Inputs and targets on this process, and the number of samples on each process.
 
     Attributes:
@@ -83,7 +83,7 @@ class Samples:
     not_finite: Tensor
 
     @staticmethod
-    def of_batch(inputs: Any, targets: Tensor, device: torch.device) -> Samples:
+    def of_batch(inputs: Any, targets: Tensor, device: torch.device) -> BatchShare:
         """The checked samples of a batch.
 
         Args:
@@ -107,7 +107,7 @@ class Samples:
         rows_of_inputs = next((len(t) for t in tensors if len(t) != rows), rows)
         not_finite = any_not_finite(tensors_in((args, targets)), device)
         shares = [[rows, rows_of_inputs, False]]
-        if is_looked_at_once(device):
+        if checks_before_forward(device):
             numbers = torch.tensor([rows, rows_of_inputs], device=device)
             shares = all_gather_rows(torch.cat([numbers, not_finite.long()[None]])).tolist()
         for r, (samples, samples_of_inputs, bad_value) in enumerate(shares):
@@ -122,7 +122,7 @@ class Samples:
                 )
             if bad_value:
                 raise refusal_of_batch(where)
-        return Samples(args, targets, tuple(count for count, *_ in shares), not_finite)
+        return BatchShare(args, targets, tuple(count for count, *_ in shares), not_finite)
 
     @property
     def total(self) -> int:
@@ -134,7 +134,7 @@ class Samples:
         """Number of samples on the processes before this one."""
         return sum(self.counts[: rank()])
 
-    def first(self, number: int) -> Samples:
+    def first(self, number: int) -> BatchShare:
         """The first samples of the batch of all processes.
 
         Raises:

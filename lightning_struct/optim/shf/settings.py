@@ -40,8 +40,8 @@ class Choice:
     that LightningCLI writes the class of a value into its configurations (``class_path``).
     """
 
-    def is_left(self, name: str) -> bool:
-        """Whether a field is left to be chosen."""
+    def is_unset(self, name: str) -> bool:
+        """Whether a field is not given, to be chosen."""
         default = getattr(type(self), name)
         return default in (None, AUTO) and getattr(self, name) == default
 
@@ -53,13 +53,13 @@ class Choice:
             7
         """
         value: Any = self
-        left = [field.name for field in fields(value) if self.is_left(field.name)]
+        left = [field.name for field in fields(value) if self.is_unset(field.name)]
         return replace(value, **{name: getattr(other, name) for name in left})
 
     def _check(self, names: str, rule: str, holds: Callable[[Any], bool]) -> None:
         for name in names.split():
             value = getattr(self, name)
-            if not self.is_left(name) and not holds(value):
+            if not self.is_unset(name) and not holds(value):
                 raise ValueError(f"{type(self).__name__}: {name} must be {rule}, got {value!r}")
 
 

@@ -183,7 +183,7 @@ def fail(rank: int, spoil: Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tenso
         message = str(error)
     unchanged = torch.equal(flat(trainable(module)), before)
     after = optimizer.step(inputs=data[0], targets=data[1])
-    return {"message": message, "unchanged": unchanged, "goes_on": after.loss_after < after.loss_before}
+    return {"message": message, "unchanged": unchanged, "continues": after.loss_after < after.loss_before}
 
 
 def with_nan(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -305,7 +305,7 @@ def test_a_fault_on_one_process_is_an_error_on_both_that_changes_nothing(
     for process in processes:
         outcome = process["faults"][fault]
         assert message in outcome["message"]
-        assert outcome["unchanged"] and outcome["goes_on"]
+        assert outcome["unchanged"] and outcome["continues"]
 
 
 def test_a_share_that_leaves_a_process_without_samples_is_refused_on_all(processes: list[dict[str, Any]]) -> None:

@@ -460,7 +460,7 @@ def test_a_state_dict_is_a_snapshot() -> None:
             assert torch.equal(saved["state"]["shf"]["factors"][name][side], expected)
 
 
-def test_a_state_without_factors_goes_on_with_new_ones() -> None:
+def test_a_state_without_factors_continues_with_new_ones() -> None:
     module = network()
     diagonal = make(module, preconditioner="diagonal", solver=LSMR(damping_space="x"))
     take(diagonal, batch(seed=1))
@@ -471,7 +471,7 @@ def test_a_state_without_factors_goes_on_with_new_ones() -> None:
 
 
 @pytest.mark.parametrize("interval", [1, 3])
-def test_a_state_goes_on_in_a_module_of_another_dtype(interval: int) -> None:
+def test_a_state_continues_in_a_module_of_another_dtype(interval: int) -> None:
     single = network(torch.float32)
     saved = make(single, preconditioner=Kronecker(interval=interval))
     take(saved, batch(dtype=torch.float32))
@@ -571,7 +571,7 @@ def test_only_kronecker_factors_have_a_summary() -> None:
         make(network(), preconditioner="diagonal").summary()
 
 
-def test_a_step_whose_factors_do_not_fit_goes_on_with_those_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_whose_factors_do_not_fit_continues_with_those_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, other = SHF(network(), "mse"), SHF(network(), "mse")
     take(optimizer, batch())
     before = optimizer.state["shf"]["factors"]

@@ -368,10 +368,10 @@ def test_a_step_reads_the_buffers_that_a_first_forward_reads(settings: dict[str,
 
 
 def warnings_of_a_step(module: nn.Module, loss: Any = "mse", **settings: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         take(SHF(module.double(), loss, **settings), batch())
-    return [str(warning.message) for warning in told]
+    return [str(warning.message) for warning in warned]
 
 
 class Counted(nn.Module):
@@ -387,8 +387,8 @@ class Counted(nn.Module):
 
 
 def test_outputs_that_change_from_call_to_call_are_told() -> None:
-    told = warnings_of_a_step(Counted(1.2))[0]  # the next ones are that no step lowers such a loss
-    assert re.search("outputs change from call to call, .* by 20%.*register_buffer", told)
+    warned = warnings_of_a_step(Counted(1.2))[0]  # the next ones are that no step lowers such a loss
+    assert re.search("outputs change from call to call, .* by 20%.*register_buffer", warned)
     assert warnings_of_a_step(Counted(1.001)) == []
     assert warnings_of_a_step(nn.Sequential(network(), nn.PReLU(), nn.Dropout(0.5))) == []
 
@@ -422,8 +422,8 @@ class Squaring(nn.Module):
 
 def test_a_backward_without_a_derivative_is_told() -> None:
     torch.manual_seed(0)
-    (told,) = warnings_of_a_step(Squaring(SquaresOnce))
-    assert re.search("products with the Jacobian .* wrong.*once_differentiable.* by [0-9]+%", told)
+    (warned,) = warnings_of_a_step(Squaring(SquaresOnce))
+    assert re.search("products with the Jacobian .* wrong.*once_differentiable.* by [0-9]+%", warned)
     assert warnings_of_a_step(Squaring(Squares)) == []
 
 
@@ -1100,7 +1100,7 @@ def test_a_state_continues_in_a_module_of_another_dtype(saved: torch.dtype, load
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
 )
-def test_a_copy_of_module_and_optimizer_goes_on_by_itself(duplicate: Callable[[Any], Any]) -> None:
+def test_a_copy_of_module_and_optimizer_continues_by_itself(duplicate: Callable[[Any], Any]) -> None:
     module = network()
     optimizer = SHF(module, "mse", damping=0.5)
     take(optimizer, batch(6, seed=1))

@@ -19,7 +19,7 @@ from lightning_struct.functional.layers.registry import called_layers, coupling_
 from lightning_struct.functional.randomness import random_signs, random_state, restored_random_state
 from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.outputs.objective import Objective
-from lightning_struct.optim.shf.samples import FlatWeights, Samples, refusal_of_batch
+from lightning_struct.optim.shf.samples import BatchShare, FlatWeights, refusal_of_batch
 from lightning_struct.optim.shf.settings import CG, Settings
 from lightning_struct.optim.shf.step_state import BufferUpdates, versions
 
@@ -96,7 +96,7 @@ class BatchModel:
         self.module, self.loss, self.weights, self.settings = module, loss, FlatWeights(weights), settings
         self._layers, self._single_samples = layers, single_samples
         self._dtype, self._device = self.weights.vector.dtype, self.weights.vector.device
-        batch = Samples.of_batch(inputs, targets, self._device)
+        batch = BatchShare.of_batch(inputs, targets, self._device)
         self.samples, self._args = batch.total, batch.args
         self.random_state = random_state(*batch.args)
         self.objective = Objective(module, loss, self.weights, batch, self.random_state, settings)
@@ -125,7 +125,7 @@ class BatchModel:
         """m: samples over all processes that A has rows of."""
         return self.rows.total
 
-    def _linearize(self, samples: Samples) -> None:
+    def _linearize(self, samples: BatchShare) -> None:
         """Make A of these samples."""
         self.rows, self.targets = samples, samples.targets
         with restored_random_state(self.random_state):
@@ -166,12 +166,12 @@ class BatchModel:
         sums = torch.zeros(4, dtype=torch.float64, device=self._device)
         sums[0] = value_here.to(torch.float64) * len(self.targets)
         sums[3] = 0.5 * inner(self._residual, self._residual)
-        shown: ShownNorms | None = None
+        by_layers: SampleNorms | None = None
         self.uncovered: str | None = None
         if per_sample and self.linearization.backend != "layer_rules" and self._layers:
             try:
-                shown = shown_squared_norms(self, cotangent)
-                sums[1], sums[2] = shown.sum, ~shown.complete.all()
+                by_layers = sample_norms_by_layers(self, cotangent)
+                sums[1], sums[2] = by_layers.sum, ~by_layers.complete.all()
             except Uncovered as reason:
                 self.uncovered, sums[2] = str(reason), 1.0
         elif per_sample and (self._layers or self._single_samples):
@@ -204,8 +204,8 @@ class BatchModel:
                 "unchanged. Lower the scale of the data"
             )
         if uncovered:  # in a first step: the next ones know it
-            if shown is not None and not all(answers := shown.complete.tolist()):
-                self.uncovered = shown.reason(answers)
+            if by_layers is not None and not all(answers := by_layers.complete.tolist()):
+                self.uncovered = by_layers.reason(answers)
             if self.uncovered is not None:
                 own = self._sum_of_squared_norms(cotangent)
             squared_norms = all_reduce(own).item()
@@ -281,7 +281,7 @@ class BatchModel:
 
 
 @dataclass(frozen=True)
-class ShownNorms:
+class SampleNorms:
     """Squared norms of single samples' gradients, as the layers show them.
 
     Attributes:
@@ -302,7 +302,7 @@ class ShownNorms:
         )
 
 
-def shown_squared_norms(model: BatchModel, cotangent: Tensor) -> ShownNorms:
+def sample_norms_by_layers(model: BatchModel, cotangent: Tensor) -> SampleNorms:
     """Σᵢ‖Jᵢᵀuᵢ‖² over this process's samples, from the inputs and output gradients of each layer.
 
     Args:
@@ -328,7 +328,7 @@ def shown_squared_norms(model: BatchModel, cotangent: Tensor) -> ShownNorms:
                 of_samples, is_complete = _sum_of_squares(of_parameter, probe.gradients[name])
                 squares.append(of_samples)
                 complete.append(is_complete)
-    return ShownNorms(torch.stack(squares).sum(), torch.stack(complete), list(parameters))
+    return SampleNorms(torch.stack(squares).sum(), torch.stack(complete), list(parameters))
 
 
 def _sum_of_squares(shares: Sequence[Contribution], gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,7 @@ class KroneckerBlock:
         positions = positions.clamp(min=1).view(-1, *[1] * (inputs.ndim - 1))
         return {"inputs": inputs / positions, "outputs": outputs / samples}
 
-    def reached(self, sums: Sequence[Tensor]) -> bool:
+    def was_used(self, sums: Sequence[Tensor]) -> bool:
         """Whether any use was seen."""
         return bool(sums[2].any())
 
@@ -160,7 +160,7 @@ class DiagonalBlock:
         mean = gradient.square().mean().expand(self.shape)
         return {"diagonal": torch.where(uses > 0, squares, mean) / samples}
 
-    def reached(self, sums: Sequence[Tensor]) -> bool:
+    def was_used(self, sums: Sequence[Tensor]) -> bool:
         return True
 
     def root(self, factors: Mapping[str, Tensor], damping: float) -> DiagonalRoot:

@@ -10,7 +10,7 @@ from lightning_struct.functional.jacobian.losses import GaussNewtonLoss
 from lightning_struct.functional.randomness import RandomState, restored_random_state
 from lightning_struct.functional.torch_tools import call_with, in_eval_mode
 from lightning_struct.functional.vectors import inner
-from lightning_struct.optim.shf.samples import Batches, FlatWeights, Samples, arguments
+from lightning_struct.optim.shf.samples import Batches, BatchShare, FlatWeights, arguments
 from lightning_struct.optim.shf.settings import Settings
 
 
@@ -31,7 +31,7 @@ class Objective:
         module: nn.Module,
         loss: GaussNewtonLoss,
         weights: FlatWeights,
-        batch: Samples,
+        batch: BatchShare,
         random_state: RandomState,
         settings: Settings,
     ) -> None:

@@ -42,7 +42,7 @@ Factors: TypeAlias = dict[str, dict[str, Tensor]]
 Preconditioner: TypeAlias = Tensor | RightPreconditioner | None
 # The factors are damped anew before their interval ends if λ has become larger by this factor.
 _LARGER = 1.5
-# Samples of a batch, for the costs of a step and of a sample.
+# BatchShare of a batch, for the costs of a step and of a sample.
 _TYPICAL_BATCH = 128
 # A factor of more rows is kept as its diagonal: Cholesky factors of 4,096 rows take seconds on a CPU.
 _LARGEST_FACTOR = 4096
@@ -293,7 +293,7 @@ class KroneckerFactors:
         assert totals is not None
         reduced = iter(all_reduce_together([total for sums in totals for total in sums]))
         totals = [[next(reduced) for _ in sums] for sums in totals]
-        self._warn_of_unreached(totals)
+        self._warn_of_unused(totals)
         return {
             block.name: block.factors(sums, model.curvature_n) for block, sums in zip(self._blocks, totals, strict=True)
         }
@@ -373,14 +373,14 @@ class KroneckerFactors:
         step = 30.0 * _TYPICAL_BATCH * weights
         return min(max(math.ceil(factorisation / (0.2 * step)), 1), 10)
 
-    def _warn_of_unreached(self, totals: Sequence[Sequence[Tensor]]) -> None:
+    def _warn_of_unused(self, totals: Sequence[Sequence[Tensor]]) -> None:
         if self._warned:
             return
         self._warned = True
         unseen = [
             name
             for block, sums in zip(self._blocks, totals, strict=True)
-            if not block.reached(sums)
+            if not block.was_used(sums)
             for name in block.parameters
         ]
         if unseen:

@@ -70,10 +70,10 @@ class OutputSteps(Steps):
         self._given, self._named = given, named
         self._single_samples = given.is_of_paper  # they can cost tens of gradients per step
         self._make_factors()
-        is_left = not isinstance(given.solver, CG) or given.solver.is_left("progress_tolerance")
-        self._adapts_tolerance = not given.is_of_paper and is_left
+        is_unset = not isinstance(given.solver, CG) or given.solver.is_unset("progress_tolerance")
+        self._adapts_tolerance = not given.is_of_paper and is_unset
         self._validation: Batches | None = None
-        self._checks_reached = True
+        self._checks_untrained = True
 
     def _make_factors(self, max_size: int | None = None) -> None:
         """Make the Kronecker factors, if the settings ask for them; ``max_size`` is that of a state."""
@@ -276,8 +276,8 @@ class OutputSteps(Steps):
     def _take_over(self, now: StepState) -> None:
         """Make factors as large as those of a state that was loaded: their size was chosen by the free memory."""
         given, size = self._given.preconditioner, now.memory.max_factor_size
-        is_left = not isinstance(given, Kronecker) or given.is_left("max_size")
-        if self.kronecker is None or not is_left or self._given.is_of_paper or size is None:
+        is_unset = not isinstance(given, Kronecker) or given.is_unset("max_size")
+        if self.kronecker is None or not is_unset or self._given.is_of_paper or size is None:
             return
         if size != self.kronecker.max_size:
             self._make_factors(size)
@@ -317,12 +317,12 @@ class OutputSteps(Steps):
     def _diagnose(self, now: StepState, model: BatchModel, inputs: Any) -> None:
         self.diagnostics.check_loss(model)
         self.diagnostics.check_calls(model)
-        if self._checks_reached:
-            self._checks_reached = False
+        if self._checks_untrained:
+            self._checks_untrained = False
             gradient = model.weights.unflat(model.gradient - model.weights.vector * self.settings.l2)
             args = rows_of_arguments(arguments(inputs), slice(self.settings.chunk_size), len(model.targets))
             with self._network_draws(now):
-                self.diagnostics.check_reached(now.weights, gradient, args)
+                self.diagnostics.check_untrained(now.weights, gradient, args)
 
     def scaled_maxiter(self, now: StepState, model: BatchModel) -> int:
         """maxiter <- ⌈n_next/n · maxiter⌉ (section 4.5)."""

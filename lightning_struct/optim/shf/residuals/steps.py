@@ -62,7 +62,7 @@ class ResidualSteps(Steps):
 
     def __init__(self, module: nn.Module, loss: LeastSquares, given: Settings) -> None:
         super().__init__(module, loss, given.for_residuals(), exact_variance=True)
-        self._checks_reached = True
+        self._checks_untrained = True
         self._records, self._free_memory = RowRecords(module), FreeMemory()
 
     def linearize(self, now: StepState, inputs: Any, targets: Tensor | None) -> ResidualModel:
@@ -98,10 +98,10 @@ class ResidualSteps(Steps):
             model = linearized(batch, name, self.settings.maxiter, self._free_memory)
         if model.method == "exact":
             self._warn_of_slow_rows()
-        if self._checks_reached:
-            self._checks_reached = False
+        if self._checks_untrained:
+            self._checks_untrained = False
             with self._network_draws(now):
-                self.diagnostics.check_reached(now.weights, model.weights.unflat(model.gradient), batch.args)
+                self.diagnostics.check_untrained(now.weights, model.weights.unflat(model.gradient), batch.args)
         return model
 
     def choose_damping(self, now: StepState, model: ResidualModel) -> None:

@@ -65,13 +65,69 @@ def returns_shf(self):
     return SHF(self, "mse", damping=1.0, solver=LSMR(maxiter=12))
 
 
-# What a step does
+# What a step does, and what is logged
 
 
-def test_fit_lowers_the_loss(tmp_path):
-    module = SHFNetwork()
-    make_trainer(tmp_path, max_epochs=8).fit(module, draw_loader(batch_size=40))
-    assert module.reports[-1].loss_after < 0.3 * module.reports[0].loss_before
+class Watching(L.Callback):
+    """Keeps the statistics before the first step, and the outputs and logged values of each."""
+
+    def __init__(self):
+        self.outputs, self.logged = [], []
+
+    def on_train_start(self, trainer, pl_module):
+        self.at_start = pl_module.gradient_statistics()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.outputs.append(outputs["loss"].item())
+        self.logged.append({name: value.item() for name, value in trainer.logged_metrics.items()})
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """A run of seven steps: its trainer, module and callback."""
+    callback, module = Watching(), SHFNetwork()
+    trainer = make_trainer(tmp_path_factory.mktemp("fitted"), max_epochs=-1, max_steps=7, callbacks=[callback])
+    trainer.fit(module, draw_loader(draws=7))
+    return trainer, module, callback
+
+
+def test_a_step_is_that_of_the_plain_optimizer(fitted):
+    plain = SHFNetwork()
+    optimizer = plain.configure_optimizers()
+    for inputs, targets in draw_loader(draws=7):
+        optimizer.step(inputs=inputs, targets=targets)
+    assert torch.equal(weights(fitted[1]), weights(plain))
+
+
+def test_each_batch_is_one_step_which_the_hook_is_called_with_until_max_steps_ends_training(fitted):
+    trainer, module, callback = fitted
+    assert trainer.global_step == 7 and [report.batch_size for report in module.reports] == [12] * 7
+    assert callback.outputs == pytest.approx([report.loss_before for report in module.reports])
+
+
+def test_values_of_the_report_are_logged(fitted):
+    trainer, module, callback = fitted
+    for report, logged in zip(module.reports, callback.logged, strict=True):
+        assert logged == pytest.approx(
+            {
+                "train_loss": report.loss_before,
+                "damping": report.damping,
+                "reduction_ratio": report.reduction_ratio,
+                "solver_iterations": report.solver_iterations,
+                "step_length": report.step_length,
+                "batch_size": report.batch_size,
+                "gradient_variance": report.gradient_variance,
+                "batch_size_predicted": report.predicted_batch_size,
+            }
+        )
+    assert set(trainer.progress_bar_metrics) == {"train_loss", "damping", "batch_size", "solver_iterations"}
+
+
+def test_statistics_are_those_of_the_last_report(fitted):
+    _, module, callback = fitted
+    report = module.reports[-1]
+    expected = GradientStatistics(12, report.gradient_variance, report.gradient_norm**2, None)
+    assert callback.at_start is None and module.gradient_statistics() == expected
 
 
 def test_two_arguments_fit_and_log_how_the_steps_are_measured(tmp_path):
@@ -86,64 +142,6 @@ def test_two_arguments_fit_and_log_how_the_steps_are_measured(tmp_path):
     assert {"damping", "step_scale", "next_batch_ratio"} <= set(trainer.logged_metrics)
 
 
-def test_a_step_is_that_of_the_plain_optimizer(tmp_path):
-    module, plain = SHFNetwork(), SHFNetwork()
-    make_trainer(tmp_path, max_epochs=1).fit(module, draw_loader())
-    optimizer = plain.configure_optimizers()
-    for inputs, targets in draw_loader():
-        optimizer.step(inputs=inputs, targets=targets)
-    assert torch.equal(weights(module), weights(plain))
-
-
-def test_each_batch_is_one_step_which_the_hook_is_called_with_until_max_steps_ends_training(tmp_path):
-    module, trainer = SHFNetwork(), make_trainer(tmp_path, max_epochs=-1, max_steps=7)
-    trainer.fit(module, draw_loader(draws=5))
-    assert trainer.global_step == 7 and [report.batch_size for report in module.reports] == [12] * 7
-
-
-def test_outputs_of_a_step_are_the_loss_before_it(tmp_path):
-    class Outputs(L.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            self.loss = outputs["loss"]
-
-    callback, module = Outputs(), SHFNetwork()
-    make_trainer(tmp_path, max_steps=1, callbacks=[callback]).fit(module, draw_loader())
-    assert callback.loss.item() == pytest.approx(module.reports[0].loss_before)
-
-
-def test_fast_dev_run_takes_one_step(tmp_path):
-    module = SHFNetwork()
-    make_trainer(tmp_path, fast_dev_run=True).fit(module, draw_loader(), validation_loader())
-    assert len(module.reports) == 1
-
-
-# What is logged
-
-
-def test_values_of_the_report_are_logged(tmp_path):
-    module = SHFNetwork()
-    trainer = make_trainer(tmp_path, max_steps=1)
-    trainer.fit(module, draw_loader())
-    (report,) = module.reports
-    expected = {
-        "train_loss": report.loss_before,
-        "damping": report.damping,
-        "reduction_ratio": report.reduction_ratio,
-        "solver_iterations": report.solver_iterations,
-        "step_length": report.step_length,
-        "batch_size": report.batch_size,
-        "gradient_variance": report.gradient_variance,
-        "batch_size_predicted": report.predicted_batch_size,
-    }
-    assert {name: value.item() for name, value in trainer.logged_metrics.items()} == pytest.approx(expected)
-
-
-def test_progress_bar_shows_the_essentials(tmp_path):
-    trainer = make_trainer(tmp_path, max_steps=1)
-    trainer.fit(SHFNetwork(), draw_loader())
-    assert set(trainer.progress_bar_metrics) == {"train_loss", "damping", "batch_size", "solver_iterations"}
-
-
 def test_what_is_not_defined_is_not_logged(tmp_path):
     class Normalised(SHFNetwork):
         def __init__(self):
@@ -156,12 +154,6 @@ def test_what_is_not_defined_is_not_logged(tmp_path):
 
 
 # How a batch is read
-
-
-def test_a_list_of_two_tensors_is_inputs_and_targets():
-    inputs, targets = torch.zeros(2, 3), torch.ones(2, 1)
-    read = SHFNetwork().inputs_and_targets([inputs, targets])
-    assert read[0] is inputs and read[1] is targets
 
 
 def test_the_inputs_of_a_batch_may_be_several(tmp_path):
@@ -267,15 +259,6 @@ def test_hyperparameters_of_the_base_are_saved():
 # Statistics for callbacks
 
 
-def test_statistics_are_those_of_the_last_report(tmp_path):
-    module = SHFNetwork()
-    make_trainer(tmp_path, max_epochs=1).fit(module, draw_loader())
-    report = module.reports[-1]
-    assert module.gradient_statistics() == GradientStatistics(
-        12, report.gradient_variance, report.gradient_norm**2, None
-    )
-
-
 @pytest.mark.parametrize("grows", [False, True])
 def test_the_variance_is_exact_where_a_growing_batch_goes_by_it(tmp_path, grows):
     class ByTwoArguments(SHFNetwork):
@@ -286,16 +269,6 @@ def test_the_variance_is_exact_where_a_growing_batch_goes_by_it(tmp_path, grows)
     callbacks = [GrowingBatchSize()] if grows else []
     make_trainer(tmp_path, max_steps=1, callbacks=callbacks).fit(module, draw_loader())
     assert module.shf.exact_variance == grows
-
-
-def test_there_are_no_statistics_before_the_first_step(tmp_path):
-    class Early(L.Callback):
-        def on_train_start(self, trainer, pl_module):
-            self.statistics = pl_module.gradient_statistics()
-
-    early = Early()
-    make_trainer(tmp_path, max_steps=1, callbacks=[early]).fit(SHFNetwork(), draw_loader())
-    assert early.statistics is None
 
 
 # Faults
@@ -369,21 +342,6 @@ def test_the_batch_size_is_found_and_training_begins_anew(tmp_path):
     trainer = make_trainer(tmp_path, callbacks=[finder], max_epochs=1)
     trainer.fit(module, val_dataloaders=validation_loader())
     assert module.batch_size == 8 and trainer.global_step > 0
-
-
-@pytest.mark.slow
-def test_a_compiled_module_takes_the_steps_of_the_module(tmp_path):
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    module, reference = SHFNetwork(), SHFNetwork()
-    make_trainer(tmp_path, max_steps=3).fit(torch.compile(module, backend=backend), draw_loader())
-    make_trainer(tmp_path, max_steps=3).fit(reference, draw_loader())
-    torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-6)
-    assert len(graphs) < 20
 
 
 # Precision and strategies

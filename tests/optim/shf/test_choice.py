@@ -3,7 +3,6 @@
 import copy
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from lightning_struct.functional.jacobian.losses import SquaredError
 from lightning_struct.functional.solvers.damping import ScaledDamping, next_batch_rule
 from lightning_struct.optim import LSMR, Kronecker, LevenbergMarquardt, NextBatch, memory
-from lightning_struct.optim.shf import SHF, StepReport
-from tests.cases import First, SelfAttention, flat, gaussian, mlp
+from lightning_struct.optim.shf import SHF
+from tests.cases import First, SelfAttention, flat, gaussian
 from tests.optim.shf.test_shf import Borrowing, batch, network, take, weights, without_seconds
 
 
@@ -25,19 +24,6 @@ def classification(n: int, seed: int = 0, noise: float = 0.0) -> tuple[Tensor, T
     generator = torch.Generator().manual_seed(seed)
     random = torch.randint(4, (n,), generator=generator)
     return inputs.float(), torch.where(torch.rand(n, generator=generator) < noise, random, labels)
-
-
-class Sequences(nn.Module):
-    """An LSTM, and a position of each step that is outside of the layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = nn.Parameter(torch.zeros(5, 4))
-        self.rnn = nn.LSTM(4, 6, batch_first=True)
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rnn(x.view(-1, 5, 4) + self.position)[0][:, -1])
 
 
 def convolutional() -> nn.Module:
@@ -209,12 +195,6 @@ def test_a_deep_plain_network_leaves_the_mean_of_the_targets() -> None:
     assert SquaredError().value(module(inputs), targets).item() < 0.2
 
 
-def test_the_rule_of_the_ratio_on_the_own_batch_overfits_them() -> None:
-    module = wide()
-    found = accuracies(SHF(module, "cross_entropy", damping="levenberg_marquardt"), module, 60)
-    assert fall(found[20:]) > 0.1
-
-
 def test_the_ratio_is_that_of_the_falls_on_the_next_batch_and_on_the_own() -> None:
     module = network()
     optimizer, loss = SHF(module, "mse"), SquaredError()
@@ -382,47 +362,6 @@ def test_the_exact_variance_is_that_of_single_samples(build: type[nn.Module]) ->
 # Resuming
 
 
-def train(optimizer: SHF, first: int, last: int) -> list[StepReport]:
-    return [without_seconds(take(optimizer, batch(10, seed=seed))) for seed in range(first, last)]
-
-
-@pytest.mark.parametrize("done", [0, 3])
-def test_a_run_by_two_arguments_resumes_bit_for_bit(tmp_path: Path, done: int) -> None:
-    module, resumed = network(), mlp().double()
-    optimizer, other = SHF(module, "mse"), SHF(resumed, "mse")
-    train(optimizer, 0, done)
-    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
-    expected = train(optimizer, done, done + 4)
-    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    resumed.load_state_dict(checkpoint["model"])
-    other.load_state_dict(checkpoint["optimizer"])
-    assert train(other, done, done + 4) == expected
-    assert torch.equal(weights(resumed), weights(module))
-    assert other.settings == optimizer.settings
-
-
-class SometimesBorrowing(Borrowing):
-    """Uses a weight outside of the layer that owns it where the first input is positive."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x[0, 0] > 0 else self.layer(x).tanh()
-
-
-def test_a_resumed_run_takes_the_variance_as_the_uninterrupted_one_does() -> None:
-    torch.manual_seed(0)
-    module, (inputs, _) = SometimesBorrowing().double(), batch(11)
-    targets = torch.zeros(11, 4, dtype=torch.float64)
-    optimizer = SHF(module, "mse")
-    optimizer.exact_variance = True
-    take(optimizer, (inputs.abs(), targets))
-    other = copy.deepcopy(module)
-    resumed = SHF(other, "mse")
-    resumed.exact_variance = True
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    expected = take(optimizer, (-inputs.abs(), targets)).gradient_variance
-    assert take(resumed, (-inputs.abs(), targets)).gradient_variance == expected
-
-
 # Boundaries
 
 
@@ -445,13 +384,6 @@ def test_a_forward_that_changes_its_input_in_place_is_refused(options: dict[str,
     with pytest.raises(ValueError, match=r"changes its inputs in place.*x\.clone\(\)"):
         take(SHF(module, "mse", **options), batch())
     assert torch.equal(weights(module), before)
-
-
-def test_recurrent_layers_are_trained_without_the_trace_that_takes_seconds(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    with caplog.at_level(logging.INFO, logger="lightning_struct"):
-        take(SHF(Sequences(), "cross_entropy"), (gaussian(16, 20, seed=0).float(), torch.zeros(16, dtype=torch.long)))
-    assert "backend='double_backward'" in caplog.text
 
 
 class Rising(SquaredError):

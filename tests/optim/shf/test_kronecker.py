@@ -6,8 +6,6 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -420,46 +418,6 @@ def test_bfloat16_autocast_keeps_float32_factors() -> None:
 # --- saving, loading, copying ----------------------------------------------------------------------------------------
 
 
-def run(optimizer: SHF, seeds: range, dtype: torch.dtype = torch.float64) -> list[StepReport]:
-    return [replace(take(optimizer, batch(seed=seed, dtype=dtype)), seconds={}) for seed in seeds]
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("interval", [1, 3])
-def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path: Path, dtype: torch.dtype, interval: int) -> None:
-    options: dict[str, Any] = {
-        "solver": CG(maxiter=7),
-        "preconditioner": Kronecker(interval=interval),
-        "damping": LevenbergMarquardt(0.5, drop=0.9),
-    }
-    module = network(dtype)
-    optimizer = make(module, **options)
-    run(optimizer, range(5), dtype)
-    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
-    expected = run(optimizer, range(5, 9), dtype)
-
-    torch.manual_seed(1)
-    resumed = mlp().to(dtype)
-    resumed_optimizer = make(resumed, **options)
-    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    resumed.load_state_dict(checkpoint["model"])
-    resumed_optimizer.load_state_dict(checkpoint["optimizer"])
-    assert run(resumed_optimizer, range(5, 9), dtype) == expected
-    assert torch.equal(weights(resumed), weights(module))
-
-
-def test_a_state_dict_is_a_snapshot() -> None:
-    optimizer = make(network())
-    take(optimizer, batch(seed=1))
-    saved = optimizer.state_dict()
-    before = copy.deepcopy(saved)
-    take(optimizer, batch(seed=2))
-    for name, block in before["state"]["shf"]["factors"].items():
-        for side, expected in block.items():
-            assert torch.equal(saved["state"]["shf"]["factors"][name][side], expected)
-
-
 def test_a_state_without_factors_continues_with_new_ones() -> None:
     module = network()
     diagonal = make(module, preconditioner="diagonal", solver=LSMR(damping_space="x"))
@@ -468,19 +426,6 @@ def test_a_state_without_factors_continues_with_new_ones() -> None:
     optimizer.load_state_dict(diagonal.state_dict())
     report = take(optimizer, batch(seed=2))
     assert report.loss_after < report.loss_before
-
-
-@pytest.mark.parametrize("interval", [1, 3])
-def test_a_state_continues_in_a_module_of_another_dtype(interval: int) -> None:
-    single = network(torch.float32)
-    saved = make(single, preconditioner=Kronecker(interval=interval))
-    take(saved, batch(dtype=torch.float32))
-    module = copy.deepcopy(single).double()
-    optimizer = make(module, preconditioner=Kronecker(interval=interval))
-    optimizer.load_state_dict(saved.state_dict())
-    report = take(optimizer, batch(seed=2))
-    assert report.loss_after < report.loss_before
-    assert {t.dtype for block in factors(optimizer).values() for t in block.values()} == {torch.float64}
 
 
 def test_factors_of_other_options_are_refused() -> None:

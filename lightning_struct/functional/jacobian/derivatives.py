@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -51,24 +51,6 @@ class Derivatives(_Derivatives):
         return derivatives
 
 
-@runtime_checkable
-class DifferentiatesItself(Protocol):
-    """A function with derivatives of its own, which :func:`partial_derivatives` then takes."""
-
-    def partial_derivatives(
-        self, points: Tensor, once: Sequence[int], twice: Sequence[int], thrice: Sequence[int] = ()
-    ) -> Derivatives:
-        """The derivatives, as :func:`partial_derivatives` returns them; ``thrice`` comes only if it is not empty."""
-
-
-@runtime_checkable
-class HasLaplacian(Protocol):
-    """A function with a Laplacian of its own, which :func:`laplacian` then takes."""
-
-    def laplacian(self, points: Tensor, coordinates: Sequence[int]) -> Tensor:
-        """The Laplacian, as :func:`laplacian` returns it."""
-
-
 @checked
 def partial_derivatives(
     function: Callable[[Tensor], Tensor],
@@ -84,7 +66,8 @@ def partial_derivatives(
     differentiated in the function's parameters, by autograd and by ``torch.func``.
 
     Args:
-        function: maps points (n, d) to values (n,), or (n, k) for k > 1 functions, each row by itself.
+        function: maps points (n, d) to values (n,), or (n, k) for k > 1 functions, each row by itself. An object with a
+            method ``partial_derivatives(points, once, twice)`` is asked for them.
         points: (n, d), floating dtype.
         once: coordinates of first derivatives.
         twice: coordinates of first and second derivatives.
@@ -105,8 +88,9 @@ def partial_derivatives(
         (tensor([ 2., 36.]), tensor([ 4., 24.]), tensor([1., 9.]), tensor([4., 8.]))
     """
     _check_coordinates(points, once=once, twice=twice, thrice=thrice)
-    if isinstance(function, DifferentiatesItself):
-        return function.partial_derivatives(points, once, twice, *([thrice] if thrice else []))
+    own = getattr(function, "partial_derivatives", None)
+    if own is not None:
+        return own(points, once, twice, *([thrice] if thrice else []))
     if torch.is_inference_mode_enabled():  # in which derivatives are zero by torch 2.6
         with torch.inference_mode(False), torch.no_grad():
             return partial_derivatives(function, points.clone(), once=once, twice=twice, thrice=thrice)
@@ -137,7 +121,8 @@ def laplacian(function: Callable[[Tensor], Tensor], points: Tensor, coordinates:
     """Sum of the pure second derivatives of a function at points: (n,), or (n, k).
 
     Args:
-        function: maps points (n, d) to values (n,), or (n, k) for k > 1 functions, each row by itself.
+        function: maps points (n, d) to values (n,), or (n, k) for k > 1 functions, each row by itself. An object with a
+            method ``laplacian(points, coordinates)`` is asked for it.
         points: (n, d), floating dtype.
         coordinates: those of space; None for all.
 
@@ -150,7 +135,7 @@ def laplacian(function: Callable[[Tensor], Tensor], points: Tensor, coordinates:
     """
     _check_coordinates(points, coordinates=() if coordinates is None else coordinates)
     twice = range(points.shape[1]) if coordinates is None else coordinates
-    if isinstance(function, HasLaplacian):
+    if hasattr(function, "laplacian"):
         return function.laplacian(points, twice)
     return torch.stack(list(partial_derivatives(function, points, twice=twice).second.values())).sum(0)
 

@@ -34,10 +34,6 @@ class _AllDampings(ABC):
     def solve_coordinates(self, coordinates: Tensor, damping: float) -> Tensor:
         """The solution d, (P,), from the coordinates of the right-hand side."""
 
-    @abstractmethod
-    def product(self, d: Tensor) -> Tensor:
-        """J d, (N,)."""
-
     def solve(self, b: Tensor, damping: float) -> Tensor:
         """The solution d, (P,), for a right-hand side b (N,) and λ = ``damping``."""
         return self.solve_coordinates(self.coordinates(b), damping)
@@ -75,9 +71,6 @@ class FactoredLeastSquares(_AllDampings):
         self._left, self.singular_values, right = torch.linalg.svd(triangle)
         self._right = right.mT
         self.largest_singular_value = self.singular_values[0].item()
-
-    def product(self, d: Tensor) -> Tensor:
-        return self.jacobian @ d
 
     def coordinates(self, b: Tensor) -> Tensor:
         """Uᵀ b."""
@@ -185,9 +178,6 @@ class GramLeastSquares(_AllDampings):
     def is_refined(self) -> bool:
         """Whether :meth:`refine` was called."""
         return self._root is not None
-
-    def product(self, d: Tensor) -> Tensor:
-        return self.jacobian.product(d)
 
     def coordinates(self, b: Tensor) -> Tensor:
         """All that the solution depends on: Jᵀ b, or b where N < P; after :meth:`refine` Bᵀ b, or L⁻¹ b."""

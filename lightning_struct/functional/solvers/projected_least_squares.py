@@ -64,7 +64,6 @@ class ProjectedLeastSquares:
         gradient: Tensor | None = None,
     ) -> None:
         require_real(1, b=b)
-        self.product = matvec
         product = rmatvec(b) if gradient is None else -gradient
         self.gradient = -product if gradient is None else gradient
         self._left, self._right = _Basis(b, steps + 1, all_reduce), _Basis(product, steps + 1, lambda tensor: tensor)

@@ -4,8 +4,6 @@ import copy
 import itertools
 import re
 import warnings
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_struct.functional.curvature.kronecker import KroneckerRoot
 from lightning_struct.optim import CG, LSMR, SHF, Kronecker, LevenbergMarquardt, StepReport, memory
 from lightning_struct.optim.shf.outputs.preconditioner import BlockPreconditioner, Factors, KroneckerFactors
 from tests.cases import CASES, Case, First, flat, mlp, shared_layer_mlp, trainable
@@ -243,29 +240,6 @@ def test_the_factors_are_damped_anew_within_an_interval_only_where_the_damping_r
     assert len(damped) == expected
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        mlp,
-        lambda: nn.Sequential(
-            nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3), nn.LayerNorm(2), nn.Flatten(), nn.Linear(4, 2)
-        ),
-        Offset,
-    ],
-    ids=["mlp", "convolution_and_norm", "parameter"],
-)
-def test_chunks_give_the_same_factors(build: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(0)
-    whole = build().double()
-    chunked = copy.deepcopy(whole)
-    optimizers = [make(whole), make(chunked, chunk_size=5)]
-    for optimizer in optimizers:
-        take(optimizer, batch())
-    for name, block in factors(optimizers[0]).items():
-        for side, expected in block.items():
-            torch.testing.assert_close(factors(optimizers[1])[name][side], expected, rtol=1e-10, atol=1e-12)
-
-
 # --- which block a parameter is in -----------------------------------------------------------------------------------
 
 
@@ -480,35 +454,6 @@ def test_too_little_memory_is_an_error_that_names_the_largest(monkeypatch: pytes
         MemoryError, match=r"take 1\.8 KiB, but 0\.5 KiB are free on cpu; the largest: 0\.weight 0\.8 KiB"
     ):
         make(network())
-
-
-@pytest.mark.parametrize(("solver", "copies"), [("lsmr", 2), ("cg", 3)])
-def test_the_memory_of_the_summary_is_what_is_held_after_a_step(
-    solver: str, copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 2))
-    optimizer = SHF(module, "mse", solver=solver, preconditioner="kronecker")
-    made: list[weakref.ref[BlockPreconditioner]] = []
-    preconditioner = KroneckerFactors.preconditioner
-
-    def recorded(self: KroneckerFactors, factors: Factors, damping: float) -> BlockPreconditioner:
-        assert all(reference() is None for reference in made)  # the one of the step before has made room
-        new = preconditioner(self, factors, damping)
-        made.append(weakref.ref(new))
-        return new
-
-    monkeypatch.setattr(KroneckerFactors, "preconditioner", recorded)
-    for seed in range(2):
-        optimizer.step(inputs=gaussian(12, 40, seed=seed).float(), targets=gaussian(12, 2, seed=seed + 1).float())
-    last = made[-1]()
-    assert len(made) == 2 and last is not None
-    kept = [t for block in factors(optimizer).values() for t in block.values()]
-    for root in last._roots:
-        assert isinstance(root, KroneckerRoot)
-        kept += [root.inputs, root.outputs, *(root.inverses or ())]
-    held = sum(t.numel() * t.element_size() for t in kept)
-    assert held == copies * 4 * (41**2 + 30**2 + 31**2 + 2**2)
-    assert optimizer.summary().splitlines()[-1].split() == ["total", f"{held / 1024:.1f}", "KiB"]
 
 
 def test_only_kronecker_factors_have_a_summary() -> None:

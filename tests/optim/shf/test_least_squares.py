@@ -15,12 +15,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_struct.data import Poisson
 from lightning_struct.functional import LeastSquares
-from lightning_struct.functional.residuals.residual_rows import RowRecords
 from lightning_struct.functional.torch_tools import is_recorded
 from lightning_struct.models import PhysicsInformedNetwork
-from lightning_struct.optim import LSMR, SHF, LevenbergMarquardt, WarmStart
-from lightning_struct.optim.shf.residuals.model import ResidualBatch, ResidualModel
-from lightning_struct.optim.shf.residuals.solvers import ExactSolver, FreeMemory, linearized
+from lightning_struct.optim import SHF, LevenbergMarquardt, WarmStart
 from tests.cases import flat, gaussian, trainable
 
 
@@ -432,52 +429,6 @@ class Noisy(Fit):
     def forward(self, x: Tensor, measured: Tensor) -> Tensor:
         self.dropped = nn.functional.dropout(torch.ones_like(x), 0.5)
         return super().forward(x * self.dropped, measured)
-
-
-def arguments_of(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The argument of each call of a method from now on."""
-    arguments: list[Any] = []
-    method = getattr(owner, name)
-
-    def recorded(self: Any, argument: Any) -> Any:
-        arguments.append(argument)
-        return method(self, argument)
-
-    monkeypatch.setattr(owner, name, recorded)
-    return arguments
-
-
-def test_the_gradient_is_that_of_the_parts_for_the_variance_in_a_step_from_zero(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    vectors = arguments_of(ResidualModel, "backward", monkeypatch)
-    optimizer = SHF(Fit(), "least_squares", solver=LSMR(maxiter=3))
-    assert optimizer.step(inputs=measurements()).solver_iterations == 3
-    assert len(vectors) == 3  # one in each iteration
-
-
-class Flat(nn.Module):
-    """Residuals whose slope is too small to lower their loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([1e-9 * self.w.sin(), 1 + 0 * self.w[:1]])
-
-
-@pytest.mark.filterwarnings("ignore:SHF. the rows of J")
-@pytest.mark.parametrize("drop", [None, 0.5])
-def test_the_same_damping_is_not_solved_twice_at_its_bound(drop: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = arguments_of(ExactSolver, "direction", monkeypatch)
-    optimizer = SHF(
-        Flat(), "least_squares", damping=LevenbergMarquardt(initial=1.0, minimum=0.5, maximum=4.0, drop=drop)
-    )
-    with pytest.warns(UserWarning, match="no step lowers the loss"):
-        optimizer.step(inputs=torch.zeros(1))
-    assert max(tried) == 4.0
-    assert len(tried) == len(set(tried))
 
 
 @pytest.mark.parametrize("solver", ["exact", "lsmr"])
@@ -1050,18 +1001,6 @@ class Curve(nn.Module):
 def test_the_solver_is_exact_where_a_factorisation_takes_less_than_the_iterations(samples: int, is_exact: bool) -> None:
     report = SHF(Curve(), "least_squares").step(inputs=torch.linspace(-1, 1, samples, dtype=torch.float64)[:, None])
     assert (report.solver_iterations == 0) == is_exact
-
-
-@pytest.mark.parametrize(("maxiter", "is_formed"), [(2, True), (19, False)])
-def test_the_jacobian_is_not_formed_where_the_bases_leave_no_room(
-    maxiter: int, is_formed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = Fit()
-    residuals = ResidualBatch(RowRecords(module), LeastSquares(), trainable(module), measurements())
-    assert residuals.form_for_products is not None
-    free = (2 * residuals.form_for_products.numbers + 10 * (len(residuals.residual) + 17)) * 8
-    monkeypatch.setattr("lightning_struct.optim.memory.available_memory", lambda _: free)
-    assert (linearized(residuals, "lsmr", maxiter, FreeMemory()).jacobian is not None) == is_formed
 
 
 def test_a_fixed_damping_of_a_wide_network_is_used_however_small() -> None:

@@ -44,31 +44,6 @@ def run(merit: Callable[[int], float], start: float, maxiter: int, **options: An
     return maxiter, False, stopping
 
 
-SEQUENCES: dict[str, Callable[[int], float]] = {
-    "falls": lambda k: 1.0 / k,
-    "falls_then_stagnates": lambda k: 1.0 + math.exp(-k / 8),
-    "stagnates_exactly": lambda k: 1.0 if k > 40 else 2.0 - k / 40,
-    "falls_then_rises": lambda k: 1.0 + (k - 30) ** 2 / 1000,
-    "falls_rises_falls": lambda k: 2.0 + math.cos(k / 12) - k / 200,
-    "rises": lambda k: 1.0 + k / 100,
-    "constant": lambda k: 1.0,
-    "always_above_the_start": lambda k: 5.0 + 1.0 / k,
-}
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("name", SEQUENCES)
-@pytest.mark.parametrize(("miniter", "recover"), [(50, 100), (10, 20), (0, 5)])
-@pytest.mark.parametrize("ftol", [1e-7, 1e-3])
-@pytest.mark.parametrize("maxiter", [3, 60, 400])
-def test_it_stops_where_algorithm_6_stops(name: str, miniter: int, recover: int, ftol: float, maxiter: int) -> None:
-    merit = SEQUENCES[name]
-    last, stopped, stopping = run(merit, 1.5, maxiter, miniter=miniter, recover=recover, ftol=ftol)
-    expected_last, expected_stopped, evaluated, _ = algorithm_6(merit, 1.5, maxiter, miniter, recover, ftol)
-    assert (last, stopped) == (expected_last, expected_stopped)
-    assert [k for k, _ in stopping.values] == evaluated
-
-
 @given(
     st.lists(st.sampled_from([0.5, 0.9, 0.999, 1.0, 1.0, 1.001, 1.1, 2.0]), min_size=40, max_size=40),
     st.integers(0, 60),
@@ -76,9 +51,7 @@ def test_it_stops_where_algorithm_6_stops(name: str, miniter: int, recover: int,
     st.sampled_from([0.0, 1e-7, 1e-4, 1e-2]),
 )
 @settings(max_examples=100)
-def test_it_stops_where_algorithm_6_stops_on_any_sequence(
-    factors: list[float], miniter: int, recover: int, ftol: float
-) -> None:
+def test_it_stops_where_algorithm_6_stops(factors: list[float], miniter: int, recover: int, ftol: float) -> None:
     values = [1.0]
     for factor in factors:
         values.append(values[-1] * factor)
@@ -89,17 +62,6 @@ def test_it_stops_where_algorithm_6_stops_on_any_sequence(
     last, stopped, stopping = run(merit, 1.0, 200, miniter=miniter, recover=recover, ftol=ftol)
     expected_last, expected_stopped, evaluated, _ = algorithm_6(merit, 1.0, 200, miniter, recover, ftol)
     assert (last, stopped, [k for k, _ in stopping.values]) == (expected_last, expected_stopped, evaluated)
-
-
-def test_the_invented_sequences_reach_every_way_to_end() -> None:
-    """Stagnation, a rise without recovery, and neither: else the comparison above would show less than it seems to."""
-    ends = {
-        name: algorithm_6(SEQUENCES[name], 1.5, 400, 50, 100, 1e-7)[:2]
-        for name in ("falls", "stagnates_exactly", "falls_then_rises")
-    }
-    assert ends["falls"] == (400, False)
-    assert ends["stagnates_exactly"][1] and ends["stagnates_exactly"][0] < 100
-    assert ends["falls_then_rises"][1] and ends["falls_then_rises"][0] > 130
 
 
 def test_a_merit_that_no_longer_changes_has_stagnated() -> None:

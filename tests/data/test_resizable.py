@@ -17,7 +17,6 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_struct.data import DrawLoader, IndependentDraws
 from lightning_struct.data.resizable import ResizableBatchSampler, ResizableLoader
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=12)
@@ -77,13 +76,6 @@ def test_sizes_hold_from_the_next_batch_on(samples, first, options, set_to, expe
     assert [len(batch) for batch in batches(loader, set_to, sizes)] == expected
 
 
-@pytest.mark.slow
-@given(SIZES, st.integers(1, 40), st.integers(1, 8), st.booleans())
-def test_every_sample_comes_exactly_once(sizes, samples, first, shuffled):
-    loader, sized = resizable(range(samples), batch_size=first, shuffle=shuffled)
-    assert sorted(numbers(batches(loader, sizes, sized))) == list(range(samples))
-
-
 @given(SIZES, st.integers(1, 60), st.integers(1, 8), st.booleans(), st.floats(0, 1))
 def test_what_is_told_at_any_time_is_true_if_nothing_changes_any_more(sizes, samples, first, drop_last, fraction):
     sampler = ResizableBatchSampler(BatchSampler(range(samples), first, drop_last), samples)
@@ -136,12 +128,6 @@ def test_a_new_pass_has_the_new_size(options):
     assert [len(batch) for batch in read] == [5, 5, 2]
 
 
-def test_the_end_of_a_new_pass_is_split_by_what_is_left_of_it():
-    loader, sizes = resizable(range(18), batch_size=4)
-    batches(loader, [8], sizes)
-    assert [len(batch) for batch in batches(loader)] == [8, 5, 5]
-
-
 def test_a_limit_ends_the_pass_after_the_samples_of_so_many_first_batches():
     sizes = ResizableLoader(DataLoader(range(40), batch_size=4), limit=3)
     assert numbers(batches(sizes.loader, [5], sizes)) == list(range(12)) and len(sizes.loader) == 3
@@ -182,14 +168,6 @@ def test_another_reader_of_the_loader_does_not_use_up_a_resumed_position():
     assert batches(sizes.loader)[0] == [4, 5]
 
 
-def test_a_loader_may_stand_in_two_places():
-    loader = DataLoader(range(12), batch_size=2)
-    first, second = ResizableLoader(loader), ResizableLoader(loader)
-    first.batch_size, second.batch_size = 4, 6
-    read = [[len(batch) for batch in pair] for pair in zip(first.loader, second.loader, strict=False)]
-    assert read == [[4, 6], [4, 6]]
-
-
 def test_what_is_set_on_the_loader_holds_for_the_resizable_one():
     loader = DataLoader(range(4), batch_size=2)
     sizes = ResizableLoader(loader)
@@ -220,11 +198,6 @@ def test_whole_batches_of_a_foreign_sampler_are_merged():
     loader, sizes = resizable(range(13), batch_sampler=Buckets())
     read = batches(loader, [5], sizes)
     assert read == [[0, 1, 2], [3, 4, 5, 6, 7], [8, 9, 10, 11, 12]] and len(loader) == 3
-
-
-def test_a_list_of_batches_will_do():
-    loader, sizes = resizable(range(6), batch_sampler=[[0, 1], [2, 3], [4, 5]])
-    assert sizes.batch_size == 2 and batches(loader, [4], sizes) == [[0, 1], [2, 3, 4, 5]]
 
 
 def test_the_samples_of_a_foreign_batch_are_known_once_one_was_read():
@@ -431,18 +404,6 @@ def test_batches_of_a_run_that_kept_no_position_are_passed_over():
     assert batches(loader)[0] == [8, 9, 10, 11]
 
 
-def test_the_order_goes_on_as_before_in_the_next_pass_too():
-    torch.manual_seed(0)
-    loader, sizes = resizable(range(20), 4, shuffle=True, generator=torch.Generator().manual_seed(1))
-    for i, _ in enumerate(loader):
-        if i == 2:
-            position = sizes.position()
-    another, second = resizable(range(20), 4, shuffle=True, generator=torch.Generator().manual_seed(1))
-    second.resume(position)
-    batches(another)
-    assert batches(another) == batches(loader)
-
-
 def test_random_numbers_of_others_are_not_disturbed_by_a_resume():
     loader, sizes = resizable(range(20), batch_size=4, shuffle=True)
     next(iter(loader))
@@ -452,13 +413,6 @@ def test_random_numbers_of_others_are_not_disturbed_by_a_resume():
     state = torch.get_rng_state()
     next(iterator)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_position_is_plain_enough_for_a_checkpoint(tmp_path):
-    loader, sizes = resizable(range(20), batch_size=4, shuffle=True, generator=torch.Generator())
-    next(iter(loader))
-    torch.save(sizes.position(), tmp_path / "position")
-    assert torch.load(tmp_path / "position", weights_only=True)["delivered"] == 1
 
 
 # Restoring and refusing
@@ -471,49 +425,6 @@ def test_a_restored_loader_is_like_that_it_was_made_from():
     sizes.restore()
     of_both = [(type(each), each.batch_sampler, each.collate_fn, len(each)) for each in (loader, sizes.loader)]
     assert of_both[0] == of_both[1] and [len(batch) for batch in sizes.loader] == [4] * 5
-
-
-def test_a_resized_loader_is_still_of_its_class():
-    class Special(DataLoader):
-        pass
-
-    sizes = ResizableLoader(Special(range(20), batch_size=4))
-    assert isinstance(sizes.loader, Special) and type(sizes.loader).__name__ == "Special"
-
-
-DATA = range(10)
-REFUSED = {
-    "a list, which is not a torch DataLoader.* give Trainer.fit a DataLoader": lambda: [1, 2],
-    "batch_size=None": lambda: DataLoader(DATA, batch_size=None),
-    "a DrawLoader with batch_size=None": lambda: DrawLoader(DATA, IndependentDraws(DATA, 2, 2)),
-    "a Stateful, which keeps its own position": lambda: Stateful(DATA, batch_size=2),
-    "in_order=False.* leave in_order out": lambda: DataLoader(DATA, batch_size=2, num_workers=1, in_order=False),
-    "a Counting, whose class counts its batches itself.* use torch's": lambda: Counting(DATA, batch_size=2),
-}
-
-
-class Counting(DataLoader):
-    """With a length of its own, as loaders have that go on with the same workers in each epoch."""
-
-    def __len__(self):
-        return 5
-
-
-class Stateful(DataLoader):
-    """With the interface of torchdata's StatefulDataLoader and litdata's StreamingDataLoader."""
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state_dict):
-        pass
-
-
-@pytest.mark.parametrize("message", list(REFUSED))
-def test_what_cannot_be_resized_is_refused_with_the_remedy(message):
-    with pytest.raises(MisconfigurationException, match=message) as error:
-        ResizableLoader(REFUSED[message]())
-    assert "GrowingBatchSize(mode='accumulate')" in str(error.value)
 
 
 @pytest.mark.parametrize(

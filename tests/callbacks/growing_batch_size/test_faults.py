@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from lightning_struct import GradientStatistics, GrowingBatchSize, NoiseEstimator, ValidationRule
 from lightning_struct.callbacks.growing_batch_size.estimators import samples_in
@@ -550,24 +550,12 @@ def generator():
     return torch.Generator().manual_seed(7)
 
 
-def two_loaders(mode):
-    first = DataLoader(regression(), batch_size=4, shuffle=True, generator=generator())
-    second = DataLoader(regression(24, seed=1), batch_size=2, shuffle=True, generator=generator())
-    return CombinedLoader([first, second], mode)
-
-
 LOADERS = {
     "ordered": lambda: DataLoader(regression(), batch_size=4),
     "shuffled": lambda: DataLoader(regression(), batch_size=4, shuffle=True, generator=generator()),
-    "drop_last": lambda: DataLoader(regression(42), batch_size=4, shuffle=True, generator=generator(), drop_last=True),
-    "batch sampler": lambda: DataLoader(
-        regression(), batch_sampler=BatchSampler(RandomSampler(regression(), generator=generator()), 4, False)
-    ),
     "workers": lambda: DataLoader(regression(), batch_size=4, shuffle=True, generator=generator(), num_workers=2),
     "stream": lambda: DataLoader(Stream(regression()), batch_size=4),
     "stream with workers": lambda: DataLoader(Stream(regression()), batch_size=4, num_workers=2),
-    "two loaders, the shorter ends": lambda: two_loaders("min_size"),
-    "two loaders, the longer ends": lambda: two_loaders("max_size"),
 }
 
 
@@ -582,10 +570,6 @@ def train(tmp_path, module, loader, validation=None, ckpt_path=None, callback=No
     return trainer, module, callback
 
 
-def module_for(name):
-    return TwoTasks() if name.startswith("two loaders") else Regressor()
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The uninterrupted run of each loader, trained once, and where its checkpoints are."""
@@ -594,55 +578,10 @@ def whole(tmp_path_factory):
     def run(name):
         if name not in runs:
             directory = tmp_path_factory.mktemp("whole")
-            runs[name] = (directory, *train(directory, module_for(name), LOADERS[name]()))
+            runs[name] = (directory, *train(directory, Regressor(), LOADERS[name]()))
         return runs[name]
 
     return run
-
-
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        ("drop_last", 9),
-        ("batch sampler", 2),
-        ("stream with workers", 9),
-        ("two loaders, the shorter ends", 9),
-        ("two loaders, the longer ends", 2),
-    ],
-)
-def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, whole, name, step):
-    directory, trainer, uninterrupted, callback = whole(name)
-    again, resumed, growing_again = train(
-        tmp_path, module_for(name), LOADERS[name](), ckpt_path=directory / f"step={step}.ckpt"
-    )
-    assert resumed.seen == uninterrupted.seen[-len(resumed.seen) :]
-    assert torch.equal(weights(resumed), weights(uninterrupted))
-    assert (again.global_step, growing_again.records) == (trainer.global_step, callback.records)
-
-
-@pytest.mark.parametrize("name", ["shuffled", "stream with workers", "two loaders, the shorter ends"])
-def test_checkpoints_hold_plain_values(whole, name):
-    directory, *_ = whole(name)
-    assert torch.load(directory / "step=5.ckpt", weights_only=True)["global_step"] == 5
-
-
-@pytest.mark.parametrize("step_to_fail", [0, 4, 5])  # the last one is the epoch's last
-def test_a_checkpoint_of_the_exception_itself_can_be_resumed(tmp_path, whole, step_to_fail):
-    _, _, uninterrupted, _ = whole("ordered")
-
-    class Save(L.Callback):
-        def on_exception(self, trainer, pl_module, exception):
-            trainer.save_checkpoint(tmp_path / "exception.ckpt")
-
-    def fail(step):
-        if step == step_to_fail:
-            raise OSError("disk full")
-
-    with pytest.raises(OSError):
-        trainer_for(tmp_path, growing(), Save()).fit(Regressor(fail), LOADERS["ordered"]())
-    _, resumed, _ = train(tmp_path, Regressor(), LOADERS["ordered"](), ckpt_path=tmp_path / "exception.ckpt")
-    assert resumed.seen == uninterrupted.seen[-len(resumed.seen) :]
-    assert torch.equal(weights(resumed), weights(uninterrupted))
 
 
 @pytest.mark.parametrize("interval", [0.5, 3])

@@ -240,17 +240,6 @@ def test_records_of_a_long_run_are_thinned_out(tmp_path, monkeypatch):
     assert len(samples) <= 8 and samples == sorted(samples) and samples[-4:] == [90, 100, 110, 120]
 
 
-def test_a_resumed_run_starts_with_the_grown_batch(tmp_path):
-    modules = [ScriptedNetwork([7.5] * 12) for _ in range(3)]
-    for module, epochs, path in zip(modules, (2, 1, 2), (None, None, tmp_path / "first.ckpt"), strict=True):
-        growing = GrowingBatchSize(validation=ValidationRule(window=2))
-        trainer = make_trainer(tmp_path, callbacks=[growing], max_epochs=epochs)
-        trainer.fit(module, draw_loader(10, draws=4), ckpt_path=path)
-        trainer.save_checkpoint(tmp_path / "first.ckpt")
-    whole, _, resumed = modules
-    assert resumed.sizes == whole.sizes[4:] and resumed.sizes[0] > 10
-
-
 @pytest.mark.parametrize("step", [8, 9])
 def test_a_resumed_run_goes_on_checking_the_metric(tmp_path, step):
     def run(module, directory, ckpt_path=None):

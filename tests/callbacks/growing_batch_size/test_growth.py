@@ -64,22 +64,6 @@ def test_the_pass_for_averaged_batch_normalisation_trains_nothing(tmp_path, is_f
     assert trainer.accumulate_grad_batches == 1
 
 
-def test_the_size_changes_within_the_epoch_and_every_sample_is_read_once(tmp_path):
-    module = fit(tmp_path, loader(), [4, 8, 16])
-    assert module.sizes == [4, 4, 8, 16, 8] and numbers(module.read) == list(range(40))
-    assert module.lengths == [10, 10, 6, 5, 5]
-
-
-def test_the_next_epoch_begins_with_the_grown_size(tmp_path):
-    module = fit(tmp_path, loader(), [20], max_epochs=2)
-    assert module.sizes == [4, 20, 16, 20, 20] and module.lengths[-2:] == [2, 2]
-
-
-def test_a_smaller_batch_makes_the_epoch_longer(tmp_path):
-    module = fit(tmp_path, loader(), [2])
-    assert module.sizes == [4] + 18 * [2] and numbers(module.read) == list(range(40))
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 @pytest.mark.parametrize("sizes", [[], [40], [4, 4, 30], [4, 4, 4, 4, 4, 4, 4, 4, 40]])
@@ -105,6 +89,20 @@ def test_the_progress_bar_ends_where_the_epoch_ends(tmp_path, bar):
     totals = []
     fit(tmp_path, loader(), [4, 8, 16], callbacks=[bar(), Looking()], enable_progress_bar=True, max_epochs=2)
     assert totals == [10, 6, 5, 5, 5, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("script", "sizes", "lengths"),
+    [
+        ([4, 8, 16], [4, 4, 8, 16, 8, 16, 16, 8], [10, 10, 6, 5, 5, 3, 3, 3]),
+        ([20], [4, 20, 16, 20, 20], [10, 3, 3, 2, 2]),
+        ([2], [4] + 18 * [2] + 20 * [2], [10] + 18 * [19] + 20 * [20]),
+    ],
+)
+def test_the_size_changes_within_the_epoch_and_every_sample_is_read_once(tmp_path, script, sizes, lengths):
+    module = fit(tmp_path, loader(), script, max_epochs=2)
+    assert module.sizes == sizes and module.lengths == lengths
+    assert numbers(module.read) == 2 * list(range(40))
 
 
 def test_a_stop_in_mid_epoch_leaves_the_loader_as_it_was(tmp_path):
@@ -238,14 +236,6 @@ def test_workers_read_every_sample_once(tmp_path, options):
     module = fit(tmp_path, loader(60, num_workers=2, **options), [4, 8, 8, 8, 8, 8], max_epochs=2)
     assert [sorted(numbers(epoch)) for epoch in module.epochs] == 2 * [list(range(60))]
     assert module.sizes[0] == 4 and 8 in module.sizes and module.lengths[-1] == len(module.epochs[-1])
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("stream", [Stream, SizedStream])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_streams_are_read_once(tmp_path, stream, workers):
-    module = fit(tmp_path, DataLoader(stream(range(40)), 2, num_workers=workers), [4, 4, 8], max_epochs=2)
-    assert [sorted(numbers(epoch)) for epoch in module.epochs] == 2 * [list(range(40))] and max(module.sizes) == 8
 
 
 @pytest.mark.covering(1)
@@ -398,32 +388,6 @@ def test_another_reader_takes_no_sample_from_the_training_and_delays_no_validati
         assert [sorted(numbers(epoch)) for epoch in module.validated] == 10 * [every]
 
 
-@pytest.mark.parametrize("reader", [OneBatch, Validated])
-def test_another_reader_leaves_persistent_workers_to_the_training(tmp_path, reader):
-    module = fit_read(tmp_path, reader, [4, 8], WORKERS, max_epochs=1)
-    assert sorted(numbers(module.read)) == list(range(40))
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_where_nothing_grows_all_readers_see_the_order_without_the_callback(tmp_path, reader):
-    module = fit_read(tmp_path, reader)
-    data = loader(shuffle=True, generator=torch.Generator().manual_seed(0))
-    without, options = reader(), {"val_check_interval": 0.2, "max_epochs": 2, "num_sanity_val_steps": 0}
-    make_trainer(tmp_path, **options).fit(without, data, data if reader is Validated else loader(4))
-    seen = [[m.read, getattr(m, "set", None), getattr(m, "validated", None)] for m in (module, without)]
-    assert seen[0] == seen[1]
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_a_run_that_is_read_by_others_resumes_at_the_very_next_sample(tmp_path, reader):
-    options = {"enable_checkpointing": True}
-    whole = fit_read(tmp_path, reader, [4, 8, 8, 6], callbacks=[checkpoints(tmp_path)], **options)
-    for step in (1, len(whole.epochs[0]) - 1):
-        resumed = fit_read(tmp_path, reader, [4, 8, 8, 6], ckpt_path=tmp_path / f"step={step}.ckpt", **options)
-        left = len(whole.epochs[0]) - step
-        assert resumed.read[:left] == whole.epochs[0][step:], step
-
-
 def test_the_same_loader_in_two_places_grows_in_each(tmp_path):
     data = loader()
     module = fit(tmp_path, {"a": data, "b": data}, [16])
@@ -474,13 +438,13 @@ MAKERS = {
 SCRIPT = [4, 6, 6, 8, 10, 12, 12, 14, 20]
 
 
-@pytest.mark.parametrize("maker", list(MAKERS))
+@pytest.mark.parametrize("maker", ["workers", "shuffled by epoch, with workers", "stream of workers", "merged"])
 def test_a_resumed_run_reads_the_very_next_sample(tmp_path, maker):
     options = {"max_epochs": 2, "enable_checkpointing": True}
     growing = Growing(SCRIPT, mode="batch")
     whole = fit(tmp_path, MAKERS[maker](), growing=growing, callbacks=[checkpoints(tmp_path)], **options)
     first = len(whole.epochs[0])
-    for step in (1, first, first + 1) if maker == "in order" else (2, first):
+    for step in (2, first):
         path = tmp_path / f"step={step}.ckpt"
         resumed = fit(tmp_path, MAKERS[maker](), growing=Growing(SCRIPT, mode="batch"), ckpt_path=path, **options)
         assert resumed.read == whole.read[step:] and resumed.lengths == whole.lengths[step:], step
@@ -549,42 +513,6 @@ def test_another_batch_size_of_the_loader_is_told_once(tmp_path, sizes, then, wo
     assert resumed.sizes[0] == then and sorted(numbers(resumed.read)) == sorted(numbers(whole.read[step:]))
 
 
-class Saving(L.Callback):
-    """Saves a checkpoint after each batch; unlike ModelCheckpoint it stays where it is in the list of callbacks."""
-
-    def __init__(self, directory):
-        self.directory = directory
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        trainer.save_checkpoint(self.directory / f"{len(pl_module.read)}.ckpt")
-
-
-@pytest.mark.parametrize("options", [{}, {"mode": "accumulate"}])
-def test_a_callback_listed_before_saves_the_same_checkpoint(tmp_path, options):
-    def run(before=(), after=(), ckpt_path=None, **settings):
-        module, growing = Reader(), Growing(SCRIPT, scale_lr="sqrt", **options)
-        module.epochs.append([])
-        trainer = make_trainer(tmp_path, callbacks=[*before, growing, *after], max_epochs=2, **settings)
-        trainer.fit(module, loader(), loader(4), ckpt_path=ckpt_path)
-        return module, growing
-
-    def state(directory, batches):
-        checkpoint = torch.load(directory / f"{batches}.ckpt", weights_only=True)
-        return checkpoint["callbacks"]["Growing"], checkpoint["lr_schedulers"]
-
-    for name in ("before", "after"):
-        (tmp_path / name).mkdir()
-    saving = {"val_check_interval": 0.5, "num_sanity_val_steps": 0}
-    whole, growing = run([Saving(tmp_path / "before")], **saving)
-    other, _ = run([], [Saving(tmp_path / "after")], **saving)
-    assert whole.read == other.read and growing.records
-    for batches in range(1, len(whole.read)):
-        assert repr(state(tmp_path / "before", batches)) == repr(state(tmp_path / "after", batches)), batches
-    resumed, _ = run(ckpt_path=tmp_path / "before" / "2.ckpt", **saving)
-    if "mode" not in options:  # which reads the epoch from its beginning
-        assert resumed.read == whole.read[2:] and torch.equal(resumed.layer.weight, whole.layer.weight)
-
-
 def test_a_batch_that_is_passed_over_is_not_counted_in_a_checkpoint(tmp_path):
     class Stopping(Reader):
         def on_train_batch_start(self, batch, batch_idx):
@@ -609,7 +537,7 @@ def train_without(tmp_path, data, step, **options):
 @pytest.mark.parametrize(
     ("maker", "step"),
     [
-        *((maker, 4) for maker in MAKERS if maker != "merged"),
+        *((maker, 4) for maker in ("in order", "workers", "stream of workers", "dict")),
         *((maker, 14) for maker in ("shuffled by epoch, with workers", "dict")),
     ],
 )
@@ -623,18 +551,6 @@ def test_added_in_mid_epoch_it_trains_on_the_samples_that_were_left(tmp_path, ma
     )
     left = sorted(numbers(of_whole))
     assert left and sorted(numbers(of_resumed)[: len(left)]) == left
-
-
-def one_at_its_end():
-    return CombinedLoader({"a": loader(40), "b": loader(16)}, "max_size")
-
-
-@pytest.mark.parametrize("make", [MAKERS["dict"], one_at_its_end])
-def test_added_in_mid_epoch_it_goes_on_with_a_loader_that_had_begun_again_or_is_at_its_end(tmp_path, make):
-    whole = train_without(tmp_path, make(), 8, max_epochs=1)
-    with pytest.warns(UserWarning, match="written after 8 batches of an epoch"):
-        resumed = fit(tmp_path, make(), ckpt_path=tmp_path / "step=8.ckpt", max_epochs=1)
-    assert resumed.read == whole.read[8:]
 
 
 @pytest.mark.parametrize("options", [{}, {"limit_train_batches": 0.5}])

@@ -304,5 +304,5 @@ def log_range(subdiagonal: Tensor) -> Tensor:
 
     It is infinite if an entry is zero.
     """
-    path, _ = detrended_path(subdiagonal.double())
+    path = F.pad(detrended_path(subdiagonal.double().abs().log())[0], (1, 0))
     return (path.max() - path.min()).nan_to_num(torch.inf)

@@ -21,7 +21,7 @@ from lightning_struct.functional.structured.subdiagonal import (
     SUBDIAGONAL_METHODS,
     choose_subdiagonal_method,
     prepare_subdiagonal,
-    subdiagonal_matmul,
+    subdiagonal_product,
     subdiagonal_to_dense,
 )
 from lightning_struct.functional.structured.tridiagonal import METHODS as TRIDIAGONAL_METHODS
@@ -242,7 +242,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         return subdiagonal_to_dense(*self._all_weights())
 
     def _square_multiply(self, x: Tensor) -> Tensor:
-        return subdiagonal_matmul(*self._all_weights(), x, self.method)
+        return subdiagonal_product(*self._all_weights(), x, method=self.method)
 
     def _prepares_dense(self, rows: int) -> bool:
         if self.method != "auto":

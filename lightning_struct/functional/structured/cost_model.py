@@ -15,8 +15,8 @@ _ODD_FACTORS = (1, 3, 5, 7, 9, 15, 25, 49, 125)
 # Transforms of at least this length take longer to plan than to compute, on a CPU; and rows times rank up to which
 # complex ones of half the length are faster.
 _LONG_PLAN, ROWS_OF_HALF_LENGTH = 512, 64
-# Multiplications of a matrix product that take as long as one number of a transform, and as the calls of transforms.
-_OF_TRANSFORMS, _OF_CALLS = 100, 20_000_000
+# Multiplications of a matrix product that take as long as one number of a transform or copy, and as all their calls.
+_OF_COPIES, _OF_CALLS = 100, 20_000_000
 
 
 def prepared_matrix_is_faster(m: int, n: int, transforms: int, rows: int, least: int = 900) -> bool:
@@ -37,8 +37,9 @@ def made_matrix_is_faster(m: int, n: int, rank: int, rows: int, device: torch.de
     """Whether in training it is faster to make a Toeplitz-like matrix (m, n) each time than to transform all rows."""
     if m * n > LARGEST_MATRIX or (device.type != "cpu" and not krylov_product_is_faster(m, n, rank)):
         return False  # on other devices each row would be a launch
-    transformed = (2 + 2 * rank) * rows * (m + n)
-    return m * n * (rank * min(m, n) + rows) < _OF_CALLS + _OF_TRANSFORMS * transformed
+    columns = rank * min(m, n)  # of the Krylov matrices, which are copied
+    made = m * n * (columns + rows) + _OF_COPIES * columns * (m + n)
+    return made < _OF_CALLS + _OF_COPIES * (2 + 2 * rank) * rows * (m + n)
 
 
 def krylov_product_is_faster(m: int, n: int, rank: int) -> bool:

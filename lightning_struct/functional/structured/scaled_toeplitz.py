@@ -58,8 +58,8 @@ class Similarity(NamedTuple):
     def of(subdiagonal: Tensor, corner: Tensor) -> Similarity:
         """The similarity of A with subdiagonal s (..., n - 1) and corner (...)."""
         s, corner = subdiagonal.double(), corner.double()
-        path, trend = detrended_path(s)
-        scale = path.exp() * F.pad(s.detach().sign().cumprod(-1), (1, 0), value=1.0)
+        path, trend = detrended_path(s.abs().log())
+        scale = F.pad(path.exp() * s.detach().sign().cumprod(-1), (1, 0), value=1.0)
         last = scale[..., -1] * torch.exp(-trend)
         return Similarity(scale, corner * last, last, trend)
 
@@ -76,11 +76,10 @@ class Similarity(NamedTuple):
         return of_both / subdiagonal, of_corner * self.corner_derivative
 
 
-def detrended_path(subdiagonal: Tensor) -> tuple[Tensor, Tensor]:
-    """log|s₁ ⋯ s_k| less its trend, k = 0, 1, ..., (..., n), for a subdiagonal (..., n - 1); and the trend, (...)."""
-    logarithms = subdiagonal.abs().log()
+def detrended_path(logarithms: Tensor) -> tuple[Tensor, Tensor]:
+    """log|s₁ ⋯ s_k| less its trend, (..., n - 1), for log|s| (..., n - 1), s a subdiagonal; and the trend, (...)."""
     trend = logarithms.detach().sum(-1) / max(1, logarithms.shape[-1])
-    return F.pad((logarithms - trend[..., None]).cumsum(-1), (1, 0)), trend
+    return (logarithms - trend[..., None]).cumsum(-1), trend
 
 
 class GeneratorSpectra(NamedTuple):

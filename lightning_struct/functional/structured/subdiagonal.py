@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_struct.functional.checks import checked, require_real
 from lightning_struct.functional.structured import arguments
@@ -115,7 +116,7 @@ def subdiagonal_matmul(
     """
     parameters = (a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H)
     _check(*parameters, x)
-    return _product(*parameters, x, method=method)
+    return subdiagonal_product(*parameters, x, method=method)
 
 
 def _computed_product(*tensors: Tensor, method: str) -> Tensor:
@@ -173,8 +174,8 @@ def _computed_matrix(*parameters: Tensor, method: str) -> Tensor:
 
 
 # The choice of a method reads values, and rows one after the other would be as many nodes of a graph.
-# Their arguments end in G, H and x, or in G and H.
-_product = opaque_operator(
+# Their arguments end in G, H and x, or in G and H, and must fit.
+subdiagonal_product = opaque_operator(
     "subdiagonal_matmul",
     _computed_product,
     lambda t: t[6].new_empty(*t[6].shape[:-1], len(t[4]), dtype=torch.promote_types(t[4].dtype, t[6].dtype)),
@@ -232,15 +233,16 @@ def _loss(*operators: Tensor, enough: float) -> tuple[float, float]:
     is below ``enough`` without it. Both numbers are NaN if there is a zero below a diagonal.
     """
     sizes = [len(operators[0]) + 1, len(operators[2]) + 1]
-    entries = torch.cat([tensor.reshape(-1) for tensor in operators]).cpu().double()
-    circles = [entries.view(2, -1)] if sizes[0] == sizes[1] else [side[None] for side in entries.split(sizes)]
+    entries = torch.cat([tensor.reshape(-1) for tensor in operators]).cpu().double().abs().log()
+    sides = [entries.view(2, -1)] if sizes[0] == sizes[1] else [side[None] for side in entries.split(sizes)]
     paths: list[Tensor] = []
     loss = spread = trends = 0.0
-    for circle in circles:
-        path, trend = detrended_path(circle[:, :-1])
+    for side in sides:
+        path, trend = detrended_path(side[:, :-1])
+        path = F.pad(path, (1, 0))
         low, high = path.aminmax(dim=1)
         # Of A = c D Z_f D⁻¹ with log c, the trend: the entry f.
-        corner = circle[:, -1].abs().log() + path[:, -1] - trend
+        corner = side[:, -1] + path[:, -1] - trend
         paths += path.unbind()
         for of_side, of_corner, of_trend in torch.stack([high - low, corner, trend], 1).tolist():
             loss, spread, trends = loss + of_side + max(0.0, of_corner), spread + of_side, trends + of_trend

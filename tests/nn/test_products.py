@@ -130,12 +130,13 @@ OTHERS = {
     "frozen, dense, exported": lambda layer: exported(freeze(layer, dense=True)),
 }
 WAYS = TRAINED | OTHERS
-ONE_GRAPH = ("ldr_sd", "ldr_td")
+QUICK = ("ldr_sd", "ldr_td")
+LIMITED = {"compiled": list(CLASSES), "exported": [*QUICK, "toeplitz_like"], "frozen, dense, exported": ["ldr_sd"]}
 CASES = [
-    pytest.param(name, way, marks=[pytest.mark.slow] * (way in ("compiled", "exported") and name not in ONE_GRAPH))
+    pytest.param(name, way, marks=[pytest.mark.slow] * (way in LIMITED and name not in QUICK))
     for name in NAMES
     for way in WAYS
-    if way != "frozen, dense, exported" or name == "ldr_sd"
+    if name in LIMITED.get(way, NAMES)
 ]
 
 

@@ -13,6 +13,7 @@ from lightning_struct.functional.structured.transforms import (
     circulant_product,
     hadamard_transform,
     hankel_like_matmul,
+    toeplitz_like_matmul,
     vandermonde_like_matmul,
 )
 
@@ -64,7 +65,13 @@ def cauchy_like(m: int, n: int) -> tuple[list[Tensor], Tensor]:
     return [s, t, G, H], (G @ H.mT) / (s[:, None] - t)
 
 
+def toeplitz_like(m: int, n: int) -> tuple[list[Tensor], Tensor]:
+    G, H = generators(m, n)
+    return [G, H], krylov_sum(ShiftOperator(m, 1.0), ShiftOperator(n, -1.0), G, H, min(m, n))
+
+
 CLASSES = [
+    pytest.param(toeplitz_like_matmul, toeplitz_like, id="toeplitz"),
     pytest.param(hankel_like_matmul, hankel_like, id="hankel"),
     pytest.param(vandermonde_like_matmul, vandermonde_like, id="vandermonde"),
     pytest.param(cauchy_like_matmul, cauchy_like, id="cauchy"),
@@ -84,7 +91,7 @@ def test_a_product_is_that_with_the_matrix_of_the_definition(matmul, make):
 @pytest.mark.parametrize(("matmul", "make"), CLASSES)
 def test_any_leading_shape(matmul, make):
     parameters, matrix = make(4, 6)
-    for shape in [(6,), (0, 6), (1, 6)]:
+    for shape in [(6,), (0, 6), (1, 6), (2, 0, 6)]:
         x = randn(*shape, seed=2)
         torch.testing.assert_close(matmul(*parameters, x), x @ matrix.mT)
 

@@ -22,10 +22,8 @@ for vectors.
 SHF stood still on the last four once. How its damping changes in short steps was chosen on the last two, on ``lstm``,
 ``resnet`` and ``classifier``, and on tasks with noise that are not here.
 
-Seconds are CPU time of the process without the validations, which come 15 times in a run, at equal times. A fall is how
-far the accuracy is below the best one so far, the largest of a run; of a squared error, how far it is above the lowest
-so far, in per cent. All runs take 50 minutes of one core. Runs are kept in ``--output``; a benchmark that was
-stopped goes on where it was.
+Seconds are CPU time of the process without the validations, which come 15 times in a run, at equal times. All runs
+take 50 minutes of one core. Runs are kept in ``--output``; a benchmark that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -280,35 +278,17 @@ def evaluate(network: nn.Module, task: Task, inputs: Tensor, targets: Tensor) ->
     return loss_of(outputs, targets, task).item(), 100 * (outputs.argmax(1) == targets).float().mean().item()
 
 
-def largest_fall(curve: list[list[Any]]) -> float:
-    """The largest fall of the accuracy below the best so far, in points; of the error above its lowest, in per cent."""
-    best, most = None, 0.0
-    for _, _, loss, accuracy in curve:
-        if accuracy is None:
-            best = loss if best is None else min(best, loss)
-            most = max(most, 100 * (loss / best - 1))
-        else:
-            best = accuracy if best is None else max(best, accuracy)
-            most = max(most, best - accuracy)
-    return most
-
-
 def report(runs: list[Run]) -> None:
     """The table: a row for each task and way, over its seeds."""
     harness.print_machines(runs)
-    harness.print_header("task", "way", "after a third", "after two thirds", "in the end", "largest fall", "steps")
+    harness.print_header("task", "way", "in the end", "steps")
     for task, of in TASKS.items():
         for way in WAYS:
-            curves = [run["curve"] for run in runs if (run["task"], run["way"]) == (task, way)]
-            if not curves:
-                continue
-            column, form = (2, "{:.3g}") if of.is_squared else (3, "{:.1f}")
-            thirds = [
-                harness.spread([curve[min(VALIDATIONS * k // 3, len(curve)) - 1][column] for curve in curves], form)
-                for k in (1, 2, 3)
-            ]
-            falls = harness.spread([largest_fall(curve) for curve in curves], "{:.1f}")
-            harness.print_row(task, way, *thirds, falls, harness.spread([curve[-1][1] for curve in curves], "{:.0f}"))
+            ends = [run["curve"][-1] for run in runs if (run["task"], run["way"]) == (task, way)]
+            if ends:
+                column, form = (2, "{:.3g}") if of.is_squared else (3, "{:.1f}")
+                reached = harness.spread([end[column] for end in ends], form)
+                harness.print_row(task, way, reached, harness.spread([end[1] for end in ends], "{:.0f}"))
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,8 +44,6 @@ PAGE = DOCS / "results/papers.md"
 DATA = DOCS / "results/data"
 BLOCK = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 SEEDS = re.compile(r"(?<=--seeds )\d+(?: \d+)*")
-OPTION = re.compile(r"--\S+(?: (?!--)\S+)*")
-OF_WAY = re.compile(r" --(?:seeds|classes|ranks)(?: (?!--)\S+)*")
 SWEEP = rls.columns_of("sweep", rls.TASKS["mnist"])  # the same for all tasks
 SWEPT = {"mnist": "MNIST", "cifar": "CIFAR-10", "imdb": "IMDB"}
 RATE = 0.001  # of most runs on images
@@ -82,42 +80,12 @@ class Table:
 
 
 def commands_of(runs: Iterable[Run]) -> list[str]:
-    """The commands of the runs, with as many of them in one as there can be."""
-    texts: dict[str, set[str]] = {}
-    ways: dict[str, dict[Way, set[int]]] = {}
+    """The commands of the runs; those that differ in their seeds are one."""
+    seeds: dict[str, set[str]] = {}
     for run in runs:
-        if " image " in run["command"] and "--classes" in run["command"]:  # of others ranks mean budgets
-            options = OPTION.findall(OF_WAY.sub("", run["command"]))
-            script = run["command"].split(" --")[0]
-            seeds_of = ways.setdefault(" ".join([script, *sorted(options)]), {})
-            seeds_of.setdefault(tuple(run["way"]), set()).add(run["seed"])
-        else:
-            found = SEEDS.search(run["command"])
-            texts.setdefault(SEEDS.sub("…", run["command"]), set()).update(found[0].split() if found else ())
-    commands = [command.replace("…", " ".join(sorted(of_command))) for command, of_command in texts.items()]
-    for start, seeds_of in ways.items():
-        commands += [f"{start} {options}" for options in options_of(seeds_of)]
-    return sorted(commands)
-
-
-def options_of(seeds: Mapping[Way, set[int]]) -> list[str]:
-    """The options that name classes of matrices, their ranks and seeds: one text where the three are independent."""
-    ranks: dict[tuple[int, ...], dict[str, list[int]]] = {}
-    for (name, rank), of_way in sorted(seeds.items(), key=str):
-        ranks.setdefault(tuple(sorted(of_way)), {}).setdefault(name, []).extend([] if rank is None else [rank])
-    texts = []
-    for of_seeds, of_classes in ranks.items():
-        classes: dict[tuple[int, ...], list[str]] = {}
-        for name, of_class in of_classes.items():
-            classes.setdefault(tuple(sorted(of_class)), []).append(name)
-        without = classes.pop((), [])  # those that have no rank stand beside any others
-        if without:
-            first = next(iter(classes), ())
-            classes[first] = [*without, *classes.get(first, [])]
-        for of_ranks, names in classes.items():
-            listed = {"classes": names, "ranks": of_ranks, "seeds": of_seeds}
-            texts.append(" ".join(f"--{name} {' '.join(map(str, of))}" for name, of in listed.items() if of))
-    return texts
+        found = SEEDS.search(run["command"])
+        seeds.setdefault(SEEDS.sub("…", run["command"]), set()).update(found[0].split() if found else ())
+    return sorted(command.replace("…", " ".join(sorted(of))) for command, of in seeds.items())
 
 
 def machines() -> Table:

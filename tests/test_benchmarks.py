@@ -297,29 +297,6 @@ def test_commands_that_differ_in_their_seeds_are_one() -> None:
     ]
 
 
-def test_commands_of_independent_classes_ranks_and_seeds_are_one() -> None:
-    runs = [
-        {
-            "command": f"python a.py image --seeds {seed} --rates 0.1 --classes {name} --ranks {rank}",
-            "way": way,
-            "seed": seed,
-        }
-        for name, rank, way in [
-            ("low_rank", 2, ["low_rank", 2]),
-            ("low_rank", 4, ["low_rank", 4]),
-            ("ldr_sd", 2, ["ldr_sd", 2]),
-            ("ldr_sd", 4, ["ldr_sd", 4]),
-            ("unstructured", 4, ["unstructured", None]),
-        ]
-        for seed in (0, 1)
-    ]
-    alone = {"command": "python a.py image --rates 0.1 --seeds 0 --classes ldr_td", "way": ["ldr_td", 1], "seed": 0}
-    assert import_module("papers").commands_of([*runs, alone]) == [
-        "python a.py image --rates 0.1 --classes ldr_td --ranks 1 --seeds 0",
-        "python a.py image --rates 0.1 --classes unstructured ldr_sd low_rank --ranks 2 4 --seeds 0 1",
-    ]
-
-
 def test_a_run_names_its_command_without_folders_of_its_machine(
     harness: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,9 +47,9 @@ def replace_linear(
     With SGD many classes need a lower learning rate than ``nn.Linear``.
 
     It also replaces layers that were declared by their matrix
-    (:func:`~lightning_struct.functional.layers.registry.register_layer`) or that compute as ``nn.Linear`` does, such
-    as ``Conv1D`` of transformers. A class derived from ``nn.Linear`` whose ``forward`` computes something else stays,
-    unless ``include`` has the full name of the layer, or the layer itself. An ``nn.MultiheadAttention`` becomes a
+    (:func:`~lightning_struct.functional.layers.registry.register_layer`), and ``Conv1D`` of transformers. A class
+    derived from ``nn.Linear`` with a ``forward`` of its own stays, unless it was declared or ``include`` has the full
+    name of the layer, or the layer itself. An ``nn.MultiheadAttention`` becomes a
     :class:`~lightning_struct.nn.StructuredAttention`, whose projections can be selected as ``q_proj``, ``k_proj``,
     ``v_proj`` and ``out_proj`` below the name of the attention. A 1 x 1 convolution becomes a
     :class:`~lightning_struct.nn.ChannelLinear`.

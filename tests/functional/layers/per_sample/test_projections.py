@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_struct.functional import GradientNormRecorder, per_sample_gradient_norms
-from lightning_struct.functional.layers.per_sample.inner_calls import LinearCalls
 
 SEQUENCES, WIDTH = 5, 6
 
@@ -176,15 +175,6 @@ def test_two_recorders_see_the_same_calls():
         model(**inputs).sum().backward()
     torch.testing.assert_close(first.squared_norms, of_autograd(model, inputs), rtol=1e-10, atol=0)
     assert torch.equal(first.squared_norms, second.squared_norms)
-
-
-def test_a_recording_ends_with_its_context():
-    inputs, weight = torch.ones(2, 3), torch.ones(4, 3)
-    with LinearCalls() as first:
-        F.linear(inputs, weight)
-    with LinearCalls() as second:
-        F.linear(inputs, weight)
-    assert (len(first.calls), len(second.calls)) == (1, 1)
 
 
 def test_a_function_that_others_have_put_in_place_of_torchs_is_called_and_stays(monkeypatch):

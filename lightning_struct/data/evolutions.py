@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cache
 
 import numpy as np
 import torch
@@ -26,12 +26,8 @@ class _Integrated(DifferentialEquation):
     regions: Mapping[str, Region] = {"interior": domain, "initial": Box([-1.0, 0.0], [1.0, 0.0])}
 
     @abstractmethod
-    def _integrate(self) -> np.ndarray:
-        """Values (places, times) on a regular grid of the domain, ends included."""
-
-    @cached_property
     def _table(self) -> Tensor:
-        return torch.from_numpy(self._integrate())
+        """Values (places, times) on a regular grid of the domain, ends included."""
 
     def solution(self, points: Tensor) -> Tensor:
         """The solution at points (n, 2) of the domain: (n,).
@@ -41,9 +37,10 @@ class _Integrated(DifferentialEquation):
         """
         self.domain.check_inside(points, f"The domain of {type(self).__name__}")
         x, t = points.to("cpu", torch.float64).unbind(1)
-        places, of_x = _stencil((x + 1) / 2, self._table.shape[0])
-        times, of_t = _stencil(t, self._table.shape[1])
-        values = self._table[places[:, :, None], times[:, None]] * of_x[:, :, None] * of_t[:, None]
+        table = self._table()
+        places, of_x = _stencil((x + 1) / 2, table.shape[0])
+        times, of_t = _stencil(t, table.shape[1])
+        values = table[places[:, :, None], times[:, None]] * of_x[:, :, None] * of_t[:, None]
         return values.flatten(1).sum(1).to(points)
 
 
@@ -79,15 +76,8 @@ class AllenCahn(_Integrated):
         values, first, second = partial_derivatives(u, points, once=[1], twice=[0])
         return first[1] - self.diffusion * second[0] - self.reaction * (values - values**3)
 
-    def _integrate(self) -> np.ndarray:
-        x, waves = _places_and_waves(4096)
-        rates = self.reaction - self.diffusion * waves**2
-
-        def reaction(modes: np.ndarray) -> np.ndarray:
-            return -self.reaction * np.fft.rfft(np.fft.irfft(modes) ** 3)
-
-        modes = _runge_kutta(np.fft.rfft(x**2 * np.cos(np.pi * x)), rates, reaction, steps=1000, every=2)
-        return _on_grid(modes, 4096)
+    def _table(self) -> Tensor:
+        return _allen_cahn(self.diffusion, self.reaction)
 
 
 class KortewegDeVries(_Integrated):
@@ -119,15 +109,30 @@ class KortewegDeVries(_Integrated):
         found = partial_derivatives(u, points, once=[1], thrice=[0])
         return found.first[1] + found.values * found.first[0] + self.dispersion**2 * found.third[0]
 
-    def _integrate(self) -> np.ndarray:
-        x, waves = _places_and_waves(512)
+    def _table(self) -> Tensor:
+        return _korteweg_de_vries(self.dispersion)
 
-        def advection(modes: np.ndarray) -> np.ndarray:
-            return -0.5j * waves * np.fft.rfft(np.fft.irfft(modes) ** 2)
 
-        rates = 1j * self.dispersion**2 * waves**3
-        modes = _runge_kutta(np.fft.rfft(np.cos(np.pi * x)), rates, advection, steps=10_000, every=20)
-        return _on_grid(modes, 2048)
+@cache
+def _allen_cahn(diffusion: float, reaction: float) -> Tensor:
+    x, waves = _places_and_waves(4096)
+
+    def slopes(modes: np.ndarray) -> np.ndarray:
+        return -reaction * np.fft.rfft(np.fft.irfft(modes) ** 3)
+
+    start, rates = np.fft.rfft(x**2 * np.cos(np.pi * x)), reaction - diffusion * waves**2
+    return _on_grid(_runge_kutta(start, rates, slopes, steps=1000, every=2), 4096)
+
+
+@cache
+def _korteweg_de_vries(dispersion: float) -> Tensor:
+    x, waves = _places_and_waves(512)
+
+    def slopes(modes: np.ndarray) -> np.ndarray:
+        return -0.5j * waves * np.fft.rfft(np.fft.irfft(modes) ** 2)
+
+    start, rates = np.fft.rfft(np.cos(np.pi * x)), 1j * dispersion**2 * waves**3
+    return _on_grid(_runge_kutta(start, rates, slopes, steps=10_000, every=20), 2048)
 
 
 def _runge_kutta(
@@ -155,10 +160,10 @@ def _places_and_waves(count: int) -> tuple[np.ndarray, np.ndarray]:
     return -1 + 2 * np.arange(count) / count, np.pi * np.arange(count // 2 + 1)
 
 
-def _on_grid(modes: np.ndarray, count: int) -> np.ndarray:
+def _on_grid(modes: np.ndarray, count: int) -> Tensor:
     """Functions (count + 1, times) on regular places, both ends of the period included, from their modes by time."""
     values = np.fft.irfft(modes, count) * (count / (2 * modes.shape[1] - 2))
-    return np.concatenate([values, values[:, :1]], axis=1).T
+    return torch.from_numpy(np.concatenate([values, values[:, :1]], axis=1).T)
 
 
 def _stencil(share: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_struct.data import files
 from lightning_struct.data.in_memory import EvaluatedDataModule
-from lightning_struct.utilities.checks import check, check_counts, check_positive, is_count
+from lightning_struct.utilities.checks import check_counts, check_positive
 from lightning_struct.utilities.distributed import data_parallel_replicas
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
@@ -167,9 +167,7 @@ class TextCorpusDataModule(EvaluatedDataModule):
         check_positive(train_size=train_size, val_size=val_size, test_size=test_size)
         check_counts(batch_size=batch_size, eval_batch_size=eval_batch_size, steps=steps, least_count=least_count)
         check_counts(0, seed=seed)
-        enough = is_count(synthetic_vocabulary, SUCCESSORS + 1)
-        takes = f"a whole number above {SUCCESSORS}, the words that may follow one"
-        check("synthetic_vocabulary", synthetic_vocabulary, enough, takes)
+        check_counts(SUCCESSORS + 1, synthetic_vocabulary=synthetic_vocabulary)
         self.data_dir = os.path.expanduser(data_dir)
         self.text_file = None if text_file is None else os.path.expanduser(text_file)
         self.batch_size, self.eval_batch_size, self.steps = batch_size, eval_batch_size, steps

@@ -1,9 +1,7 @@
 """Compression of a trained model to a size or a loss, by low ranks that take equal shares of the layers' parameters."""
 
 import functools
-import inspect
 import logging
-import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -91,8 +89,7 @@ def compress(
             returns more than one number; the budget is below the smallest possible size, which is named; there are no
             data, or the loss on them is not finite; without ``loss``, the outputs for a batch are zero; a name is not
             in the model; a parameter has no values, on the meta device, or no shape yet.
-        TypeError: ``loss`` returns no number; or ``loss`` is not given, and the outputs are not a tensor, the model
-            needs more arguments, or a batch is neither a tensor nor a sequence.
+        TypeError: ``loss`` is not given, and the outputs are no tensor, or a batch is neither a tensor nor a sequence.
 
     Example:
         >>> torch.manual_seed(0)
@@ -333,10 +330,6 @@ def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
             got = type(batch).__name__
             raise TypeError(f"a batch is a {got}, no tensor or sequence that begins with the inputs: {remedy}")
         x = batch if isinstance(batch, Tensor) else batch[0]
-        try:
-            inspect.signature(of.forward).bind(x)
-        except TypeError as error:
-            raise TypeError(f"{name} cannot be called with the inputs alone ({error}): {remedy}") from error
         y = of(x)
         if not isinstance(y, Tensor):
             raise TypeError(f"the outputs of {name} are no tensor, but a {type(y).__name__}: {remedy}")
@@ -373,10 +366,6 @@ def _mean_loss(model: nn.Module, batches: Sequence[Any], loss: BatchLoss) -> flo
             if isinstance(of_batch, Tensor) and of_batch.numel() != 1:
                 shape = tuple(of_batch.shape)
                 raise ValueError(f"loss returns a tensor {shape} for a batch: make it one number, its mean")
-            try:
-                value += float(of_batch)
-            except (TypeError, ValueError) as error:
-                got = reprlib.repr(of_batch)
-                raise TypeError(f"loss returns {got} for a batch: make it one number, its mean") from error
+            value += float(of_batch)
     value /= len(batches)
     return value if abs(value) < float("inf") else float("inf")

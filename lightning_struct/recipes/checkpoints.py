@@ -1,7 +1,6 @@
 """Checkpoints of recipes: which there are, the config that each has, and the run that goes on from one."""
 
 import os
-import time
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -72,11 +71,8 @@ class RunConfigCallback(SaveConfigCallback):
     def __init__(self, *arguments: Any, recipe: str, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.recipe = recipe
-        self.began: float | None = None
-        """Time at which the data were there and the fit began, as of ``time.monotonic``."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.began = time.monotonic()
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeCheckpointIO()
 

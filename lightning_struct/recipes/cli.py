@@ -173,11 +173,8 @@ class RecipeCLI(LightningCLI):
             return
         from rich.console import Console
 
-        # the clock of the callback starts behind the data; processes that were spawned for the fit keep theirs
-        clocks = (call.began for call in self.trainer.callbacks if isinstance(call, checkpoints.RunConfigCallback))  # type: ignore[attr-defined]
-        began = next(filter(None, clocks), self._fit_began)
-        assert began is not None
-        seconds = time.monotonic() - began
+        assert self._fit_began is not None
+        seconds = time.monotonic() - self._fit_began
         console = Console(soft_wrap=True, highlight=False, quiet=not self.trainer.is_global_zero)
         best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
         weights = "the best checkpoint" if best else "the last weights"

@@ -25,16 +25,11 @@ from lightning_struct.utilities.namespaces import NAMESPACES
 
 INTERRUPTED, TERMINATED = 130, 143  # exit statuses of SIGINT and SIGTERM, as shells have them
 LONGEST_SILENCE = 60.0  # seconds between two lines of an epoch
-ELSEWHERE = "write elsewhere by --trainer.logger.init_args.save_dir=FOLDER"
-REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"Free some space there, or {ELSEWHERE}"),
-    errno.EROFS: f"Nothing can be written there: {ELSEWHERE}",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), f"Make it accessible; results can be written elsewhere: {ELSEWHERE}"),
-    **dict.fromkeys(
-        (errno.ENOTDIR, errno.EEXIST), f"A file stands where a folder is needed: move it away, or {ELSEWHERE}"
-    ),
-    errno.EISDIR: "A folder stands where a file is needed: move it away",
-}
+ELSEWHERE = "Make room for it there, or write elsewhere by --trainer.logger.init_args.save_dir=FOLDER"
+OF_PLACES = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
+)
 PARTS_OF_LIGHTNING = (
     *(f"{space}.{part}." for space in NAMESPACES for part in ("trainer", "callbacks", "loops", "strategies")),
     *(f"{space}.{part}." for space in NAMESPACES for part in ("loggers", "plugins", "profilers", "accelerators")),
@@ -78,11 +73,11 @@ def run_command(main: Callable[[], Any]) -> None:
             raise
         sys.exit(f"error: {str(error).strip()}")
     except OSError as error:
-        if error.errno not in REMEDIES:
+        if error.errno not in OF_PLACES:
             raise
         path = error.filename2 or error.filename  # of a copy, the place that it goes to
         place = f": {os.fspath(path)}" if isinstance(path, (str, os.PathLike)) else ""
-        sys.exit(f"error: {os.strerror(error.errno)}{place}. {REMEDIES[error.errno]}.")
+        sys.exit(f"error: {os.strerror(error.errno)}{place}. {ELSEWHERE}.")
     except SIGTERMException:
         sys.exit(TERMINATED)
     except KeyboardInterrupt:

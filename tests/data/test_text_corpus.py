@@ -179,7 +179,7 @@ def test_checkpoint_of_another_vocabulary_is_refused(tmp_path):
         ({"batch_size": 0}, "batch_size must be at least 1, but is 0"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"val_size": 0}, "val_size must be at least 1"),
-        ({"synthetic_vocabulary": 8}, "synthetic_vocabulary must be a whole number above 8, .* but is 8"),
+        ({"synthetic_vocabulary": 8}, "synthetic_vocabulary must be at least 9, but is 8"),
         ({"synthetic_vocabulary": 99.5}, "synthetic_vocabulary must be a whole number .* but is 99.5"),
         ({"seed": -1}, "seed must be at least 0, but is -1"),
         ({"seed": 1.5}, "seed must be a whole number >= 0, but is 1.5"),

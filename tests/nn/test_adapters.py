@@ -488,13 +488,6 @@ def test_a_copy_of_an_adapted_model_is_whole_and_is_trained_and_merged_by_itself
     assert torch.equal(model(inputs()), before)
 
 
-def test_a_parametrization_of_others_beside_an_adapter_is_pickled_with_it():
-    model = add_adapters(nn.MultiheadAttention(8, 2), FACTORY)
-    nn.utils.parametrize.register_parametrization(model, "in_proj_bias", nn.Softplus())
-    again = saved_and_loaded(model)
-    assert torch.equal(again.in_proj_bias, model.in_proj_bias) and (again.in_proj_bias > 0).all()
-
-
 def test_parametrized_weight_is_adapted_and_merged_without_its_parametrization():
     model = made()
     names = set(model.state_dict())

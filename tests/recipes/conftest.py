@@ -12,6 +12,11 @@ from lightning_struct.recipes.cli import RecipeCLI
 CONF = Path(__file__).parents[1] / "conf"
 
 
+def empty_file(_, path, **__):
+    """In place of a picture: to draw it takes a third of a short run."""
+    Path(path).touch()
+
+
 @dataclass(frozen=True)
 class FinishedRun:
     """What a run left: its command line, what that printed and warned of, and the directory its paths begin at."""
@@ -26,12 +31,13 @@ class FinishedRun:
 def finish(tmp_path_factory):
     """Runs ``main(arguments)`` in a directory of its own, for tests that only look at what a run left."""
 
-    def run(main, arguments):
-        directory, printed = tmp_path_factory.mktemp("run"), io.StringIO()
+    def run(main, arguments, directory=None):
+        directory, printed = directory or tmp_path_factory.mktemp("run"), io.StringIO()
         recorded = warnings.catch_warnings(record=True)
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed), recorded as warned:
             warnings.simplefilter("always")
             patch.chdir(directory)
+            patch.setattr("matplotlib.figure.Figure.savefig", empty_file)
             patch.setattr(sys, "argv", ["recipe"])
             cli = main(arguments)
             return FinishedRun(cli, printed.getvalue(), [str(warning.message) for warning in warned], directory)
@@ -41,8 +47,7 @@ def finish(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def without_pictures(monkeypatch):
-    """Pictures are empty files, but for those of :func:`finish`: to draw them takes a third of a short run."""
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda _, path, **__: Path(path).touch())
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", empty_file)
 
 
 @pytest.fixture(autouse=True)

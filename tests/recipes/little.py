@@ -35,17 +35,22 @@ DATA = {
     "kdv_pinn": [*POINTS, "--data.counts={interior: 12, initial: 6}"],
 }
 LITTLE = {name: [*DATA[name], *SMALL.get(name, [])] for name in RECIPES}
-RESUMED = [  # one way of each family; the others are the same but for the data, the equation or the optimizer
-    ("curves_autoencoder", "shf"),
-    ("curves_autoencoder", "adam"),
-    ("mnist_fnn", "hrls"),
-    ("cifar_cnn", "rls"),
-    ("imdb_lstm", "rls"),
-    ("structured_image", "ldr_sd"),
-    ("wikitext_lstm", "ldr_sd"),
-    ("poisson_pinn", "shf"),
-    ("allen_cahn_pinn", "shf"),
-]
+RUNS = {  # the way in which each recipe is run, interrupted and resumed
+    "curves_autoencoder": "shf",
+    "mnist_autoencoder": "hf",
+    "usps_autoencoder": "adam",
+    "mnist_fnn": "hrls",
+    "cifar_cnn": "rls",
+    "imdb_lstm": "rls",
+    "structured_image": "ldr_sd",
+    "structured_conv": "convolution_pool",
+    "wikitext_lstm": "ldr_sd",
+    "poisson_pinn": "shf",
+    "heat_pinn": "adam",
+    "burgers_pinn": "shf",
+    "allen_cahn_pinn": "shf",
+    "kdv_pinn": "adam",
+}
 PAPER = {"rls": ("mse", 0, 0), "rls_momentum_l1": ("mse", 0.5, 1e-5), "hrls": ("cross_entropy", 0, 0)}
 EQUATIONS = {
     "poisson_pinn": Poisson,

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from lightning_struct.__main__ import main as lightning_struct_command
 from lightning_struct.functional.checks import NotFinite
 from lightning_struct.models import Classifier, RLSClassifier
-from lightning_struct.recipes import curves_autoencoder, mnist_fnn, structured_image
+from lightning_struct.recipes import curves_autoencoder, mnist_fnn
 from lightning_struct.recipes.messages import ELSEWHERE, run_command
 
 SMALL_DATA = ("--data.synthetic=true", "--data.train_size=40", "--data.val_size=20", "--data.test_size=30")
@@ -49,7 +49,7 @@ def message_of(*arguments, recipe=mnist_fnn):
         (FloatingPointError("NaN within a solve"), "error: NaN within a solve"),
         (
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "some copy", None, "results/x.ckpt"),
-            f"error: No space left on device: results/x.ckpt. Free some space there, or {ELSEWHERE}.",
+            f"error: No space left on device: results/x.ckpt. {ELSEWHERE}.",
         ),
         (SIGTERMException(), 143),
         (KeyboardInterrupt(), 130),
@@ -90,18 +90,14 @@ def test_other_errors_keep_their_traceback(error):
     ("arguments", "question"),
     [
         (["fitt"], "Did you mean fit?"),
-        (["fit", "--trainer.max_epoch=3"], "Did you mean --trainer.max_epochs?"),
         (["fit", "--data.batchsize=3"], "Did you mean --data.batch_size?"),
         (["fit", "--data.num_workers=3"], "--data has the options batch_size, "),
         (["fit", "--model.network.layer_size=[784,10]"], "Did you mean --layer_sizes?"),
         (["fit", "--model=RLSClasifier"], "Did you mean RLSClassifier?"),
-        (["fit", "--trainer.callbacks=EarlyStoping"], "Did you mean EarlyStopping?"),
-        (["fit", "--config", "hrsl"], "Did you mean hrls?"),
         (["fit", "--optimizer=torch.optim.SGD"], "Did you mean --model.optimizer?"),
         (["fit", "--lr_scheduler.gamma=0.5"], "Did you mean --model.lr_scheduler.gamma?"),
         (["fit", "--batch_size=5"], "Did you mean --data.batch_size?"),
         (["--trainer.max_epochs=3", "fit"], "Options come after the subcommand"),
-        (["--model.loss=mse", "fit"], "mnist_fnn fit --model.loss=..."),
         (["--config", "hrls", "fit"], "Options come after the subcommand, --config too"),
         (["--data.synthetic=true"], "mnist_fnn fit --data.synthetic=..."),
     ],
@@ -166,26 +162,15 @@ SMALL_CASES = [
         r"train_loss is \S+ in batch \d of .*lower the learning rate",
     ),
     (["--trainer.strategy=foo"], "You selected an invalid strategy name: `strategy='foo'`"),
-    ([*FEW, "--trainer.val_check_interval=1000"], r"`val_check_interval` \(1000\) must be less than or equal"),
-    (["--trainer.barebones=true"], r"`Trainer\(barebones=True, logger="),
     (
         [*FEW, "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=nothing"],
         "Early stopping conditioned on metric `nothing` which is not available",
     ),
-    (
-        2 * ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.monitor=some"],
-        "Found more than one stateful callback of type `ModelCheckpoint`",
-    ),
     (["--model.network.layer_sizes=[100,10]"], r"The network does not fit the data: .*\(20x784 and 100x10\)"),
-    (
-        ["--model.network=lightning_struct.models.lenet", "--model.network.size=32"],
-        r"The network does not fit the data: .*unflatten: Provided sizes \[1, 32, 32\]",
-    ),
     (
         [*NO_RANK, "--model.network.layer=lightning_struct.LowRank", "--model.network.layer.rank=1"],
         r"The network does not fit the data: LowRank takes inputs \(..., 64\), but the input has shape \(20, 784\)",
     ),
-    (["--seed_everything=-3"], "-3 is not in bounds"),
     ([f"{MODELS}Misled"], "optimizer got an empty parameter list$"),
 ]
 
@@ -200,12 +185,6 @@ def test_what_a_run_says_of_its_arguments_is_one_message(arguments, message, con
     assert re.match(f"error: {message}", message_of("--config", conf("classifier"), *arguments))
 
 
-@KEPT
-def test_what_a_structured_layer_says_of_its_arguments_is_one_message():
-    message = message_of("--data.synthetic=true", "--model.network.layer.rank=0", recipe=structured_image)
-    assert message == "error: rank must be a positive integer, but is 0"
-
-
 def test_images_of_another_size_are_one_message(conf):
     message = message_of("--config", conf("adam"), "--model.layer_sizes=[100,20]", recipe=curves_autoencoder)
     assert message == "error: The images have 784 pixels, but layer_sizes begins with 100: begin it with 784"
@@ -217,14 +196,6 @@ def test_missing_data_is_one_message_and_no_traceback(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as end:
         runpy.run_module("lightning_struct.recipes.mnist_autoencoder", run_name="__main__")
     assert end.value.code.startswith(f"error: MNIST is not in {tmp_path}/nowhere")  # printed; the status is 1
-
-
-def test_wrong_value_is_a_short_message(capsys):
-    with pytest.raises(SystemExit) as end:
-        mnist_fnn.main(["fit", "--data.download=perhaps"])
-    message = capsys.readouterr().err
-    assert end.value.code == 2 and 'Parser key "data.download"' in message
-    assert len(message.splitlines()) < 10
 
 
 class Diverged(RLSClassifier):
@@ -271,7 +242,7 @@ def test_best_and_last_checkpoint_of_another_process_are_not_known(word):
 def test_results_that_are_a_file_are_one_message(conf):
     Path("results").write_text("not a folder")
     message = message_of("--config", conf("classifier"))
-    assert "results/mnist_fnn" in message and "A file stands where a folder is needed" in message
+    assert "results/mnist_fnn" in message and ELSEWHERE in message
 
 
 def test_missing_extra_is_one_message_that_names_it(monkeypatch):

@@ -112,12 +112,6 @@ def test_interrupted_run_is_written_too(tmp_path, interruption):
     assert (tmp_path / "operators_hidden.png").exists()
 
 
-def test_fast_dev_run_writes_nothing(tmp_path):
-    monitor = OperatorMonitor()
-    fit(tmp_path, LDRSubdiagonal(16, 12), monitor, fast_dev_run=True)
-    assert not monitor.paths
-
-
 def test_plot_shows_the_matrix_and_the_subdiagonal_as_an_image(tmp_path):
     layer = LDRSubdiagonal(16, 12)
     monitor = OperatorMonitor()

@@ -60,13 +60,6 @@ def test_resumed_run_goes_on_with_the_records(tmp_path):
     assert resumed.records == whole.records
 
 
-def test_another_run_begins_with_no_records(tmp_path):
-    callback = SolutionPlot()
-    for _ in range(2):
-        fit(tmp_path, callback, fast_dev_run=True)
-    assert [record["step"] for record in callback.records] == [1]
-
-
 class Dropping(torch.nn.Module):
     """Half of its values are zero in training, and its batch norm counts the forward passes there."""
 

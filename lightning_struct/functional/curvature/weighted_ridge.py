@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_struct.functional.checks import NotFinite
+from lightning_struct.functional.torch_tools import triangular_factor
 
 # Singular values of R, with columns of norm 1, below this part of the largest are rounding: their directions keep their
 # weights. With λ < 1 such a direction can last, and rounding of that part's square, in units of residuals, be added
@@ -90,14 +91,15 @@ class WeightedRidge:
         self.factor.copy_(factor)
         self.is_quick = n <= FEW_COLUMNS and factor.device.type == "cpu"
         if self.is_quick:  # NumPy takes a third of torch's time for so few numbers
-            self._array, self._theta = self._stack.numpy(), self.weights.numpy()
-            self._below = ~_upper(torch.ones_like(self._stack)).bool().numpy()
+            self._array, self._theta = self._stack.T.numpy(), self.weights.numpy()
+            self._row, self._change = self._array[:, n], self._array[inputs:, :inputs]
+            self._below = (torch.arange(n + 1) > torch.arange(n)[:, None]).numpy()
         # Bounds on the diagonal of R from below, and on the norm of R from above; rounding decides nothing by them.
         self._floor, self._most = 0.0, math.inf
         if forgetting < 1:
             self._Z.zero_()
             self._floor = math.sqrt(regularization * forgetting**self._period)
-        self._least = self._floor
+        self._least, self._root = self._floor, math.sqrt(forgetting)
         self._tolerance = RANK_TOLERANCE_OF_FORGETTING if forgetting < 1 else RANK_TOLERANCE
         smallest = self._floor or math.sqrt(regularization)
         self._limits = {torch.float64: MOST, torch.float32: min(MOST, MOST_IN_FLOAT32 * smallest)}
@@ -165,8 +167,7 @@ class WeightedRidge:
         Raises:
             NotFinite: as above.
         """
-        n, d = self._scales.shape[0], self._R.shape[0]
-        row = self._array[n]
+        d, row = self._theta.shape[1], self._row
         row.fill(1.0)
         row[: inputs.shape[1]], row[d:] = inputs.detach().numpy(), targets.detach().numpy()
         norm = math.sqrt(row.dot(row))
@@ -174,8 +175,10 @@ class WeightedRidge:
         if self.age == self._period:
             self._renew()
         if self.forgetting < 1:
-            row[d:] -= self._theta @ row[:d]
-            self._array[:n] *= math.sqrt(self.forgetting)
+            new = row.copy()
+            new[d:] -= self._theta.dot(new[:d])
+            self._array *= self._root
+            row[:] = new
         self._count(1, 1.0, norm)
         torch.geqrf(self._stack, out=(self._stack, self._scales))
         self._array[self._below] = 0
@@ -198,15 +201,15 @@ class WeightedRidge:
     def _renew(self) -> None:
         """Bring back the part of the regularization that has faded, around the present weights."""
         d, n = self._R.shape[0], self._scales.shape[0]
-        rows = torch.eye(d, n, dtype=self.factor.dtype, device=self.factor.device)
-        self._eliminate(rows * math.sqrt(self.regularization * (1 - self.forgetting**self._period)))
+        size = math.sqrt(self.regularization * (1 - self.forgetting**self._period))
+        self._eliminate(self.factor.new_zeros(d, n).fill_diagonal_(size))
         self._most, self.age = math.hypot(self._most, math.sqrt(self.regularization * d)), 0
 
     def _eliminate(self, rows: Tensor) -> None:
         """Make F that of [F; rows]."""
         n = self._scales.shape[0]
         if n <= FEW_COLUMNS:
-            self.factor.copy_(_upper(torch.geqrf(torch.cat([self.factor, rows]))[0][:n]))
+            self.factor.copy_(triangular_factor(torch.cat([self.factor, rows])))
         else:
             for block in rows.split(MOST_ROWS):
                 _eliminate_(self.factor, block)
@@ -224,8 +227,13 @@ class WeightedRidge:
                     Z.zero_()
                 return
         if forgets:
-            solution.add_(torch.linalg.solve_triangular(R, Z, upper=True))
-            Z.zero_()
+            torch.linalg.solve_triangular(R, Z, upper=True, out=Z)
+            if self.is_quick:
+                self._theta += self._change
+                self._change.fill(0)
+            else:
+                solution.add_(Z)
+                Z.zero_()
         else:
             torch.linalg.solve_triangular(R, Z, upper=True, out=solution)
 

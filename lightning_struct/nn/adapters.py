@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_struct.functional.checks import NotFinite, checked, warn
+from lightning_struct.functional.layers.kinds import Matrix
 from lightning_struct.functional.layers.registry import hidden_layers, kind_of, plain_name
 from lightning_struct.nn.attention import PROJECTIONS
-from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, is_pointwise, linear_of
+from lightning_struct.nn.channels import CONVOLUTIONS, as_filters, has_filters, has_linear_weight, linear_of
 from lightning_struct.nn.ldr import LearnedOperatorLinear
 from lightning_struct.nn.replace import LayerFactory, check_has_shape, check_makes_layers, is_from_linear, set_modules
 from lightning_struct.nn.report import note_left, reasons_as_text
@@ -54,11 +55,12 @@ def add_adapters(
         model = merge_adapters(model)
 
     Until it is trained, the model gives the same outputs as before. Linear layers are ``nn.Linear``, layers that were
-    declared to be linear (as transformers' ``Conv1D``), 1 x 1 convolutions without groups or padding, and
-    the projections of ``nn.MultiheadAttention``, which are selected as ``q_proj``, ``k_proj``, ``v_proj`` and
-    ``out_proj`` below its name. Each becomes an :class:`AdaptedLinear` whose ``base`` is the old layer, with its hooks
-    and its parameters; only attention stays, with parametrized weights. A layer that is used in several places gets one
-    adapter. :func:`replacement_report` says why other layers with weights get none.
+    declared to be linear (as transformers' ``Conv1D``), convolutions, transposed or not (as a matrix from patches to
+    channels), and the projections of ``nn.MultiheadAttention``, which are selected as ``q_proj``, ``k_proj``,
+    ``v_proj`` and ``out_proj`` below its name; and an ``nn.Embedding`` whose full name is in ``include``. Each becomes
+    an :class:`AdaptedLinear` whose ``base`` is the old layer, with its hooks and its parameters; only attention stays,
+    with parametrized weights. A layer that is used in several places gets one adapter. :func:`replacement_report` says
+    why other layers with weights get none.
 
     Further calls add adapters to other layers and projections, and leave parameters that require gradients alone. With
     another ``name`` they add another adapter, also to layers that have one: see :func:`set_adapter`. Batch
@@ -72,13 +74,14 @@ def add_adapters(
             ``from_linear``, since an adapter starts at zero.
         include: names ("encoder.0"), patterns ("encoder.*.up"), modules, classes of modules, or functions of (name,
             module). All except functions include everything below them. None: all layers but output layers
-            (``get_output_embeddings`` of transformers, or named head, heads, lm_head, classifier, score or fc) and
-            those that share their weight with another module.
+            (``get_output_embeddings`` of transformers, or named head, heads, lm_head, classifier, score or fc, of
+            which several layers below it the last one) and those that share their weight with another module.
         exclude: layers that get no adapter, given likewise.
         train: further weights to train: names or patterns of modules ("head") and of parameters ("*.bias"), modules,
             and classes of modules.
         name: of the adapter, an identifier. A layer has one update for each name; the new one is active.
-        scale, dropout, learned_diagonals: as for :class:`AdaptedLinear`. Updates of attention weights have no dropout.
+        scale, dropout, learned_diagonals: as for :class:`AdaptedLinear`. Dropout is of linear layers and 1 x 1
+            convolutions alone.
 
     Returns:
         ``model``.
@@ -107,7 +110,7 @@ def add_adapters(
     places, reasons = _places(model, selection, name, _left_alone(model) if include is None else {})
     if not places:
         raise ValueError(
-            "add_adapters adds nothing: no nn.Linear, 1 x 1 convolution or nn.MultiheadAttention that is included, not "
+            "add_adapters adds nothing: no nn.Linear, convolution or nn.MultiheadAttention that is included, not "
             f"excluded and without an adapter is in {type(model).__name__}; lightning_struct.functional.register_layer "
             f"declares layers of other types to be linear{reasons_as_text(reasons)}"
         )
@@ -519,9 +522,20 @@ def _left_alone(model: nn.Module) -> dict[nn.Module, str]:
     """The layers that get no adapter unless ``include`` names them, with the reason."""
     name_it = "name it in include to adapt it"
     found = dict.fromkeys(sharing_weights(model), f"another module has its weight, too: {name_it}")
+    inside = {part for layer in model.modules() if isinstance(layer, AdaptedLinear) for part in layer.modules()}
+    inside -= {layer for layer in inside if isinstance(layer, AdaptedLinear)}
+
+    def last(module: nn.Module) -> list[nn.Module]:
+        """The last layer with a matrix from the module down; of a list of modules, that of each."""
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return [layer for head in module.children() for layer in last(head)]
+        kinds = StructuredLinear | AdaptedLinear
+        layers = [m for m in module.modules() if isinstance(m, kinds) or has_linear_weight(m) or has_filters(m)]
+        return [layer for layer in layers if layer not in inside][-1:]
+
     for name, module in model.named_modules():
         output = getattr(module, "get_output_embeddings", lambda: None)()
-        heads = module.modules() if name.rpartition(".")[2] in _HEADS else [output]
+        heads = last(module) if name.rpartition(".")[2] in _HEADS else [output]
         found |= {head: f"it is an output layer: {name_it}" for head in heads if head is not None and head not in found}
     return found
 
@@ -559,15 +573,15 @@ def _places(
             reason = "it has an adapter" if adapted else selection.why_not(name, layer)
         elif isinstance(layer, StructuredLinear):
             reason = "it is structured"
-        elif has_linear_weight(layer) or is_pointwise(layer):
+        elif isinstance(layer, nn.Embedding) and not (selection.names(name, layer) and has_filters(layer)):
+            reason = "it is an embedding: its full name in include adapts it"
+        elif has_linear_weight(layer) or has_filters(layer):
             reason = selection.why_not(name, layer) or left_alone.get(layer)
             parts = [name] if reason is None else []
         elif isinstance(layer, nn.RNNBase | nn.RNNCellBase):
             reason = "it is recurrent"
         elif isinstance(layer, CONVOLUTIONS):
-            reason = "it is a convolution of more than single pixels"
-        elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-            reason = "it is an embedding"
+            reason = f"its weight is made by others, or {type(layer).__name__} has a forward of its own"
         elif ".quantized." in type(layer).__module__ and hasattr(layer, "weight"):
             reason = "it is quantised"
         if parts:
@@ -635,6 +649,12 @@ def _weight_of(attention: nn.Module, name: str) -> tuple[nn.Module, str, Updated
     return module, attribute, next((part for part in parts if isinstance(part, UpdatedWeight)), None)
 
 
+def _matrix_of(layer: nn.Module) -> Matrix:
+    """The names of the matrix of the base of an adapter."""
+    kind = kind_of(layer)
+    return next(iter(kind.matrices(layer) if kind else ()), Matrix("weight"))  # the last one is that of an embedding
+
+
 def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
     cannot = f"the adapter of {name or 'the model'} cannot be added to its weight"
     is_structured = isinstance(layer.base, StructuredLinear)
@@ -645,7 +665,7 @@ def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
         )
     kind = kind_of(layer.base)
     tensors = layer.base._parameters | layer.base._buffers  # torch leaves a frozen weight without its norm as a buffer
-    weight = None if kind is None else tensors.get(kind.matrices(layer.base)[0].weight)
+    weight = None if kind is None else tensors.get(_matrix_of(layer.base).weight)
     own = layer.base._parameters.get("weight")
     if kind is None and own is not None and own.shape == (layer.out_features, layer.in_features):
         raise ValueError(
@@ -662,12 +682,11 @@ def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
 
 @torch.no_grad()
 def _merge(layer: AdaptedLinear) -> None:
-    kind = kind_of(layer.base)
-    assert kind is not None
-    (matrix,) = kind.matrices(layer.base)
+    matrix = _matrix_of(layer.base)
     weight = getattr(layer.base, matrix.weight)
     assert layer.active is not None
     update = layer.active.to_dense()
-    merged = updated(weight, (update.T if matrix.transposed else update).reshape(weight.shape))
+    update = as_filters(layer.base, update) if has_filters(layer.base) else update.T if matrix.transposed else update
+    merged = updated(weight, update)
     is_parameter = isinstance(weight, nn.Parameter)
     setattr(layer.base, matrix.weight, nn.Parameter(merged, weight.requires_grad) if is_parameter else merged)

@@ -14,6 +14,7 @@ from lightning_struct.nn.torch_modules import is_traced, whole_call
 
 Sizes = tuple[int, ...]
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_STORED_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Embedding)
 
 
 class _FilterLinear(nn.Module):
@@ -185,9 +186,25 @@ def why_not_pointwise(convolution: Any) -> str | None:
     return f"{what}: compress takes it" if reason is None else f"{what}, and {reason}"
 
 
-def linear_of(layer: nn.Module) -> nn.Linear:
-    """An ``nn.Linear`` with the weight and the bias of a linear layer or of a 1 x 1 convolution."""
-    return _as_patch_linear(layer) if is_pointwise(layer) else as_linear(layer)
+def has_filters(layer: nn.Module) -> bool:
+    """Whether the layer is a convolution, transposed or not, or an embedding, with a plain weight."""
+    return type(layer) in CONVOLUTIONS + _STORED_TRANSPOSED and "weight" in layer._parameters
+
+
+def linear_of(layer: Any) -> nn.Linear:
+    """An ``nn.Linear`` with the weight and the bias of a linear layer, a convolution or an embedding, as a matrix.
+
+    That of a convolution maps patches to channels, of a group each; a transposed one maps a pixel to patches, and an
+    embedding an index, with a one at its place, to a vector.
+    """
+    if type(layer) in _STORED_TRANSPOSED:
+        return linear_with(layer.weight.flatten(1).t(), getattr(layer, "bias", None), layer.training)
+    return _as_patch_linear(layer) if type(layer) in CONVOLUTIONS else as_linear(layer)
+
+
+def as_filters(layer: Any, matrix: Tensor) -> Tensor:
+    """A matrix as of :func:`linear_of` in the form of the weight of a convolution or of an embedding."""
+    return (matrix.T if type(layer) in _STORED_TRANSPOSED else matrix).reshape(layer.weight.shape)
 
 
 def _as_patch_linear(convolution: Any) -> nn.Linear:

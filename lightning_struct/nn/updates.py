@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lightning_struct.functional.checks import checked, is_real
 from lightning_struct.functional.layers.registry import kind_of
 from lightning_struct.functional.structured.arguments import require_one_of
-from lightning_struct.nn.channels import CONVOLUTIONS, linear_of, of_channels
+from lightning_struct.nn.channels import as_filters, has_filters, is_pointwise, linear_of, of_channels
 from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.torch_modules import is_traced, whole_call
 
@@ -142,10 +143,11 @@ class AdaptedLinear(nn.Module):
 
     Args:
         base: an ``nn.Linear``, or another layer that is declared to be affine, such as transformers'
-            ``Conv1D``; or a 1 x 1 convolution, whose channels are the features.
+            ``Conv1D``; a convolution, whose matrix maps patches to channels (a transposed one: channels to patches); or
+            an ``nn.Embedding``, as a matrix for indices with a one at their place.
         adapter: a structured layer of the same sizes as ``base``, without a bias; its first factor is set to zero.
         scale: see :class:`StructuredUpdate`.
-        dropout: probability with which an input of Δ is set to zero in training.
+        dropout: probability with which an input of Δ is set to zero in training; not of patches and indices.
         learned_diagonals: see :class:`StructuredUpdate`.
 
     Raises:
@@ -196,12 +198,14 @@ class AdaptedLinear(nn.Module):
     def weight(self) -> Tensor:
         """W + Δ, computed at each access: for code that reads the weight of a layer.
 
-        (out_features, in_features); of a convolution its filters, (out_features, in_features, 1, ...).
+        (out_features, in_features); of a convolution and of an embedding in the form that it has there.
         """
-        weight = linear_of(self.base).weight
+        base: Any = self.base
+        weight = base.weight if has_filters(base) else linear_of(base).weight
         if (update := self.active) is not None:
-            weight = updated(weight, update.to_dense())
-        return weight[(...,) + (None,) * len(self.base.stride)] if isinstance(self.base, CONVOLUTIONS) else weight
+            delta = update.to_dense()
+            weight = updated(weight, as_filters(base, delta) if has_filters(base) else delta)
+        return weight
 
     @property
     def bias(self) -> Tensor | None:
@@ -228,18 +232,19 @@ class AdaptedLinear(nn.Module):
             )
         setattr(self.base, name, param)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """(..., out_features) for an input (..., in_features); of images as the convolution."""
+    def forward(self, input: Tensor, *args: Any) -> Tensor:
+        """(..., out_features) for an input (..., in_features); of images and indices, and further ones, as the base."""
         update = self.active
         if update is None:
-            return self.base(input)
+            return self.base(input, *args)
         if is_traced(input):
-            return whole_call(self, input)
-        y = self.base(input)
+            return whole_call(self, input, *args)
+        base: Any = self.base
+        if has_filters(base) and not is_pointwise(base):
+            return functional_call(base, {"weight": self.weight}, (input, *args))
+        y = base(input, *args)
         x = F.dropout(input, update.dropout, self.training)
-        if isinstance(self.base, CONVOLUTIONS):
-            return y + of_channels(update, x, self.base.stride).to(y.dtype)
-        return y + update(x).to(y.dtype)
+        return y + (of_channels(update, x, base.stride) if has_filters(base) else update(x)).to(y.dtype)
 
     def extra_repr(self) -> str:
         return f"dropout={self.update.dropout}" if self.update.dropout else ""

@@ -17,10 +17,13 @@ from lightning_struct.nn import (
     adapter_parameter_groups,
     adapter_state_dict,
     add_adapters,
+    disable_adapters,
     load_adapter_state_dict,
+    load_adapters,
     merge_adapters,
     replace_linear,
     replacement_report,
+    save_adapters,
 )
 from tests.nn.layers import FACTORIES, NAMES, Conv1D
 from tests.processes import in_two_processes
@@ -37,10 +40,22 @@ class Attention(nn.Module):
         return self.attention(x, x, x)[0]
 
 
+class Images(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x.unsqueeze(1)).squeeze(1)
+
+
 MODELS = {
     "linear": lambda: nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8, bias=False)),
     "conv1d": lambda: nn.Sequential(Conv1D(6, 8), nn.Tanh(), Conv1D(8, 6)),
     "convolutions of one pixel": lambda: nn.Sequential(nn.Conv1d(3, 6, 1, stride=2), nn.Tanh(), nn.Conv1d(6, 3, 1)),
+    "filters": lambda: Images(
+        nn.Conv2d(1, 4, 3, padding=1, padding_mode="circular"),
+        nn.ReLU(),
+        nn.Conv2d(4, 6, (3, 2), stride=2, dilation=(1, 2), groups=2),
+        nn.ReLU(),
+        nn.ConvTranspose2d(6, 1, (1, 2), groups=1),
+    ),
     "attention": Attention,
     "attention of other sizes": lambda: Attention(kdim=8, vdim=8, bias=False),
     "transformer layer": lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True),
@@ -317,14 +332,40 @@ def test_compiled_model_trains_and_its_state_has_plain_names():
     load_adapter_state_dict(compiled, state)
 
 
-@pytest.mark.parametrize(("convolution", "pixels"), [(nn.Conv1d, (5,)), (nn.Conv2d, (5, 4))], ids=["1d", "2d"])
-def test_an_adapted_convolution_has_filters_as_its_weight(convolution, pixels):
-    layer = add_adapters(convolution(8, 6, 1, stride=2), Circulant)
-    nn.init.normal_(layer.update.adapter.column)
-    x = torch.randn(3, 8, *pixels)
-    convolve = {nn.Conv1d: nn.functional.conv1d, nn.Conv2d: nn.functional.conv2d}[convolution]
-    assert layer.weight.shape == layer.base.weight.shape
-    torch.testing.assert_close(convolve(x, layer.weight, layer.bias, stride=2), layer(x))
+FILTERS = {
+    "1 x 1": (nn.Conv2d(8, 6, 1, stride=2),),
+    "1d": (nn.Conv1d(8, 6, 3, padding="same", padding_mode="reflect"),),
+    "groups": (nn.Conv2d(8, 6, (3, 1), groups=2),),
+    "depthwise": (nn.Conv2d(8, 8, 3, groups=8, dilation=2),),
+    "transposed, dilated": (nn.ConvTranspose2d(8, 6, 2, groups=2, dilation=2),),
+    "transposed, of a size": (nn.ConvTranspose2d(8, 6, 2, stride=2), [13, 13]),
+    "3d": (nn.Conv3d(8, 2, 2),),
+    "embedding": (nn.Embedding(9, 8),),
+}
+
+
+@pytest.mark.parametrize("case", FILTERS)
+def test_filters_and_embeddings_have_adapters_and_are_merged(case, tmp_path):
+    torch.manual_seed(0)
+    layer, *arguments = copy.deepcopy(FILTERS[case])
+    base = nn.ModuleList([layer.double()])
+    x = torch.randint(9, (2, 5)) if case == "embedding" else torch.randn(2, 8, *[6] * len(layer.kernel_size)).double()
+    before, shape = layer(x, *arguments), layer.weight.shape
+    model = add_adapters(copy.deepcopy(base), FACTORY, include="0")
+    assert torch.equal(model[0](x, *arguments), before)
+    nn.init.normal_(model[0].update.adapter._reference)
+    (trained := model[0](x, *arguments)).square().sum().backward()
+    assert all(
+        p.grad.count_nonzero() for name, p in model.named_parameters() if "update" in name and "corner" not in name
+    )
+    assert not torch.allclose(trained, before) and model[0].weight.shape == shape
+    with disable_adapters(model):
+        assert torch.equal(model[0](x, *arguments), before)
+    save_adapters(model, tmp_path)
+    assert torch.equal(load_adapters(base, tmp_path)[0](x, *arguments), trained)
+    merged = merge_adapters(model)[0]
+    assert type(merged) is type(layer)
+    torch.testing.assert_close(merged(x, *arguments), trained, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("train", ["head", "head.weight", "embedding"])
@@ -399,8 +440,8 @@ LEFT = {
     "it is structured": lambda: nn.Sequential(LowRank(8, 8)),
     "it is recurrent": lambda: nn.Sequential(nn.LSTM(8, 8)),
     "it is quantised": lambda: nn.Sequential(torch.ao.nn.quantized.dynamic.Linear(8, 8)),
-    "it is a convolution of more than single pixels": lambda: nn.Sequential(nn.Conv2d(3, 3, 3)),
-    "it is an embedding": lambda: nn.Sequential(nn.Embedding(8, 8)),
+    "its weight is made by others, .*": lambda: nn.Sequential(nn.utils.weight_norm(nn.Conv2d(3, 3, 3))),
+    "it is an embedding: its full name in include adapts it": lambda: nn.Sequential(nn.Embedding(8, 8)),
     "exclude has it": lambda: nn.Sequential(nn.Linear(8, 8)),
 }
 
@@ -416,15 +457,20 @@ def test_error_where_nothing_gets_an_adapter_says_why(reason):
 def test_heads_and_tied_layers_get_adapters_only_if_they_are_named():
     def network():
         layers = {"tokens": nn.Embedding(9, 8), "up": nn.Linear(8, 8), "lm": nn.Linear(8, 9), "last": nn.Linear(8, 9)}
-        model = nn.ModuleDict(layers | {"classifier": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))})
+        heads = nn.ModuleList([nn.Linear(8, 3), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))])
+        model = nn.ModuleDict(layers | {"classifier": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), "heads": heads})
         model["lm"].weight = model["tokens"].weight
         model["up"].get_output_embeddings = lambda: model["last"]  # as models of transformers have it
         return model
 
     model = add_adapters(network(), LowRank)
-    assert {name for name, layer in model.named_modules() if isinstance(layer, AdaptedLinear)} == {"up"}
+    assert {name for name, layer in model.named_modules() if isinstance(layer, AdaptedLinear)} == {
+        "up",
+        "classifier.0",
+        "heads.1.0",
+    }
     skipped = replacement_report(model).skipped
-    assert set(skipped) == {"tokens", "lm", "last", "classifier.0", "classifier.1"}
+    assert set(skipped) == {"tokens", "lm", "last", "classifier.1", "heads.0", "heads.1.1"}
     assert skipped["lm"] == "add_adapters: another module has its weight, too: name it in include to adapt it"
     for name in ("last", "classifier.1"):
         assert skipped[name] == "add_adapters: it is an output layer: name it in include to adapt it"

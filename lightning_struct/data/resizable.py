@@ -45,9 +45,12 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         size: units of the next batch, at least 1.
         ends: units after each batch of this pass that was handed out (or, after :meth:`begin`, will be before ``size``
             is looked at).
-        limit: units of a pass at most; None for all.
+        limit: units of a pass at most; None for all. Of several readers the one that puts their batches together stops.
         splits_rest: whether one reader reads the whole pass, so that the rest of it is known.
-        asked_for: samples of each batch that was handed out, until :class:`ResizableLoader` sees the batch delivered.
+        changed: whether a batch of this pass had another size than at first, or the next one will.
+        asked_for: samples of each batch that was handed out, and its part of a batch of the first size, until
+            :class:`ResizableLoader` sees the batch delivered. The rest at the end of a pass is a whole batch here if
+            the others are of the first size.
         samples_of_unit: 1, or the samples in the first whole batch of ``source`` (1 as long as none was seen).
         knows_unit: whether ``samples_of_unit`` is known, so that a size in samples can be set.
     """
@@ -61,7 +64,8 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         self.drop_last = not self.merges and source.drop_last  # type: ignore[attr-defined]
         self.ends: list[int] = []
         self.limit: int | None = None
-        self.asked_for: deque[int] = deque()
+        self.asked_for: deque[tuple[int, float]] = deque()
+        self._has_changed = False
         unit: int | None = 1
         if self.merges:
             listed = isinstance(source, Sequence) and source
@@ -77,6 +81,10 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         if self._units is None or self.limit is None:
             return self.limit if self._units is None else self._units
         return min(self._units, self.limit)
+
+    @property
+    def changed(self) -> bool:
+        return self._has_changed or self.size != self.first_size
 
     @property
     def batch_size(self) -> int:
@@ -96,24 +104,28 @@ class ResizableBatchSampler(Sampler[list[Any]]):
             states: states of the random generators when the interrupted pass began.
         """
         self.ends, self._handed, self._resumed_from = list(accumulate(sizes)), handed, states
+        self._has_changed = any(size != self.first_size for size in self.sizes()[:-1])
         self.asked_for.clear()
 
     def __iter__(self) -> Iterator[list[Any]]:
         units = self._begin_units()
         while True:
-            done = self._end(self._handed)
-            size = self._next_size() if self._handed == len(self.ends) else self.ends[self._handed] - done
+            done, is_new = self._end(self._handed), self._handed == len(self.ends)
+            size = self._next_size() if is_new else self.ends[self._handed] - done
+            asked = self.size if is_new else size
             batch = list(islice(units, size))
             if not batch or (self.drop_last and len(batch) < min(self.first_size, size)):
                 return
-            if self._handed == len(self.ends):
+            if is_new:
                 self.ends.append(done + len(batch))
             self._handed += 1
+            self._has_changed |= asked != self.first_size
+            part = 1.0 if asked == self.first_size else len(batch) / self.first_size
             if self.merges:
                 if len(self.ends) == 1:
                     self.samples_of_unit, self.knows_unit = len(batch[0]), True
                 batch = [index for unit in batch for index in unit]
-            self.asked_for.append(len(batch))
+            self.asked_for.append((len(batch), part))
             yield batch
 
     def __len__(self) -> int:
@@ -158,14 +170,17 @@ class ResizableBatchSampler(Sampler[list[Any]]):
             How many there are of ``size``, and the sizes of the others, which come after them.
         """
         full, left = divmod(max(units, 0), self.size)
-        if full and 0 < left < self.first_size < self.size and not self.drop_last:
+        if full and self._smallest <= left < self.first_size < self.size:
             return full - 1, [math.ceil((self.size + left) / 2), (self.size + left) // 2]
         return full, [left] if left >= self._smallest else []
 
     @property
     def _smallest(self) -> int:
-        """Units of the smallest batch that is handed out at the present size."""
-        return min(self.first_size, self.size) if self.drop_last else 1
+        """Units of the smallest batch that is handed out at the present size.
+
+        A stream need not have all units of its limit: the last batch of the first size may have been smaller.
+        """
+        return min(self.first_size, self.size) if self.drop_last or self._units is None else 1
 
     def _end(self, batches: int) -> int:
         return self.ends[batches - 1] if batches else 0
@@ -173,7 +188,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
     def _begin_units(self) -> Iterator[Any]:
         source: Any = self.source if self.merges else self.sampler
         passed_over = self._end(self._handed)
-        bound = None if self.limit is None else max(self.limit - passed_over, 0)
+        bound = None if self.limit is None or not self.splits_rest else max(self.limit - passed_over, 0)
         if self._resumed_from is None:
             self.started_from = random_states(self.generators())
             return islice(iter(source), bound)
@@ -213,7 +228,8 @@ class ResizableLoader:
         delivered: batches that were read in this pass.
         sizes_read: samples of the last few of them. A stream's are counted as they are collated, unless the loader's
             class has its own ``__iter__``: then they are those that were asked for.
-        nominal: while it is true, ``len(loader)`` is the same as before a size was changed.
+        nominal: while it is true, ``len(loader)`` is the same as before a size was changed. So it is for passes without
+            a change, too.
 
     Raises:
         MisconfigurationException: the loader cannot be resized; the message says why and what to do.
@@ -231,6 +247,7 @@ class ResizableLoader:
         self._class = type(loader)
         self._counts = self.iterable and type(loader).__iter__ is DataLoader.__iter__
         self.sizes_read: deque[int] = deque(maxlen=MOST_AHEAD)
+        self._parts_read: deque[float] = deque(maxlen=MOST_AHEAD)
         if self.iterable:
             units = known_length(loader.dataset)
         else:
@@ -278,6 +295,15 @@ class ResizableLoader:
         """Whether it is known how many samples a batch has: of a foreign batch sampler only when one was read."""
         return self.sampler.knows_unit
 
+    @property
+    def changed(self) -> bool:
+        """Whether this pass has, or will have, batches of another size than at first."""
+        return self.sampler.changed
+
+    def relative_size(self, ahead: int) -> float:
+        """The last batch read but ``ahead``, in batches of the first size."""
+        return self._parts_read[-1 - ahead] if ahead < len(self._parts_read) else 1.0
+
     def last_sizes(self, ahead: int) -> list[int]:
         """Samples of the last batch read but ``ahead``; empty if there is none, as for a negative number."""
         return [self.sizes_read[-1 - ahead]] if 0 <= ahead < len(self.sizes_read) else []
@@ -290,7 +316,7 @@ class ResizableLoader:
             length: batches of the epoch.
         """
         units = self.sampler.units
-        if units is None or length != self.batches:
+        if units is None or not self.changed or length != self.batches:
             return math.ceil(fraction * length - 1e-9)
         return self.sampler.first_beyond(fraction * units - 1e-6)
 
@@ -298,6 +324,7 @@ class ResizableLoader:
         """Forget the pass under way: the next one begins at the first sample."""
         self._resume, self.delivered = None, 0
         self.sizes_read.clear()
+        self._parts_read.clear()
         self.sampler.begin()
 
     def position(self, unread: int = 0, over: bool = False) -> Position:
@@ -373,14 +400,18 @@ class ResizableLoader:
         sampler, workers = self.sampler, self.loader.num_workers
         if not self.iterable or workers < 2:
             return len(sampler)
-        if sampler.units is None:
-            raise TypeError(f"{type(self.loader.dataset).__name__} has no length")
+        limited = math.inf if sampler.limit is None else len(sampler)
+        units = known_length(self.loader.dataset)
+        if units is None:
+            if sampler.limit is None:
+                raise TypeError(f"{type(self.loader.dataset).__name__} has no length")
+            return int(limited)
         # Each worker ends with a smaller batch: taken is that they share the samples evenly.
-        share = math.ceil(sampler.units / workers)
-        return sum(
-            self._batches_of_worker(worker, min(share, max(sampler.units - worker * share, 0)))
-            for worker in range(workers)
+        share = math.ceil(units / workers)
+        whole = (
+            self._batches_of_worker(worker, min(share, max(units - worker * share, 0))) for worker in range(workers)
         )
+        return int(min(sum(whole), limited))
 
     def restore(self) -> None:
         """Make the resizable loader one like that it was made from, and give its workers up."""
@@ -435,11 +466,13 @@ class ResizableLoader:
     def _deliver(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for batch in iterator:
             self._resume = None
-            samples = self.sampler.asked_for.popleft() if self.sampler.asked_for else 0
+            samples, part = self.sampler.asked_for.popleft() if self.sampler.asked_for else (0, 1.0)
             self.delivered += 1
             if self._counts:
                 samples, batch = batch
+                part = part if part == 1 else samples / self.sampler.first_size
             self.sizes_read.append(samples)
+            self._parts_read.append(part)
             yield batch
         self._resume = None
 
@@ -477,7 +510,7 @@ class _Resizable(DataLoader):
 
     def __len__(self) -> int:
         resizable = self._resizable
-        if not resizable.nominal:
+        if resizable.changed and not resizable.nominal:
             return resizable.length()
         return super().__len__() if resizable.iterable else len(resizable.sampler.source)  # type: ignore[arg-type]
 

@@ -254,7 +254,8 @@ def test_the_length_of_a_sized_stream_follows_the_size():
 
 @pytest.mark.parametrize("samples", [17, 18, 20, 31])
 def test_the_length_of_a_stream_shared_by_workers_counts_the_last_batch_of_each(samples):
-    loader, _ = resizable(SizedStream(samples), batch_size=4, num_workers=2)
+    loader, sizes = resizable(SizedStream(samples), batch_size=2, num_workers=2)
+    sizes.batch_size = 4
     told = len(loader)
     assert told == len(batches(loader)) == len(loader)
 
@@ -263,7 +264,7 @@ def test_the_length_of_a_stream_shared_by_workers_counts_the_last_batch_of_each(
     ("make", "message"),
     [
         (lambda: DataLoader(Stream(5), batch_size=2), ""),
-        (lambda: DataLoader(range(13), batch_sampler=Buckets(sized=False)), "Buckets has no length"),
+        (lambda: DataLoader(range(13), batch_sampler=Buckets(sized=False)), ""),
     ],
 )
 def test_loaders_without_length_stay_without(make, message):

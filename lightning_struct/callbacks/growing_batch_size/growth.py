@@ -70,8 +70,8 @@ class BatchGrowth:
         """Batches of an epoch of this process at their first size; infinite for a stream."""
         raise NotImplementedError
 
-    def relative_size(self) -> float | None:
-        """Size of the batch under way over the first size; None if an epoch is a number of batches."""
+    def relative_size(self) -> float:
+        """Size of the batch under way over the first size; 1 for a rest, if no size has changed, and for a draw."""
         raise NotImplementedError
 
     def expected_sizes(self) -> list[int]:
@@ -204,7 +204,7 @@ class AccumulationGrowth(BatchGrowth):
     def first_length(self) -> float:
         return self._trainer.num_training_batches
 
-    def relative_size(self) -> float | None:
+    def relative_size(self) -> float:
         return 1.0
 
     def expected_sizes(self) -> list[int]:

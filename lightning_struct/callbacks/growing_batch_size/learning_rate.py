@@ -282,8 +282,7 @@ class SchedulerClock:
     As batches grow there are fewer optimizer steps, but a schedule keeps the meaning that the user gave it: it reaches
     each of its points after the same samples, and its end with that of the training. A batch counts by its size,
     fractions included, and the last one of an epoch for the rest of the steps that an epoch has with batches of the
-    first size. If an epoch is a number of batches, by ``limit_train_batches``, those that are left share the rest of
-    the steps.
+    first size. A draw is a batch of the first size, as an epoch is a number of them.
 
     If ``max_steps`` alone can end the training, the number of steps is as the user wrote it: then Lightning steps the
     schedulers as ever. So it does those that are reduced on a plateau, and a module its own in manual optimization.
@@ -355,10 +354,7 @@ class SchedulerClock:
             self._batches = self._batches_stepped = 0.0
             if is_scheduled(self._trainer):
                 self._accumulated = self._trainer.accumulate_grad_batches
-        size = growth.relative_size()
-        if size is None and length < math.inf:
-            size = (length - self._batches) / max(self._trainer.num_training_batches - batch_idx, 1)
-        self._batches = min(self._batches + (1.0 if size is None else size), length)
+        self._batches = min(self._batches + growth.relative_size(), length)
         if self._trainer.is_last_batch:
             self._batches = math.ceil(self._batches - TOLERANCE) if length == math.inf else length
         if not stepped:

@@ -41,6 +41,7 @@ class GrowingDraws:
     """A training loader over independent draws, which keeps its own position and whose epoch is a number of draws."""
 
     batches = None
+    changed = False
     delivered = 0
     knows_size = True
     nominal = False
@@ -57,6 +58,9 @@ class GrowingDraws:
     def batch_size(self, size: float) -> None:
         whole = max(rounded_size(size), self._sampler.num_replicas)
         self._sampler.batch_size = whole if self.samples is None else min(whole, self.samples)
+
+    def relative_size(self, ahead: int) -> float:
+        return 1.0  # whatever its size: an epoch is a number of draws
 
     def last_sizes(self, ahead: int) -> list[int]:
         return []
@@ -76,9 +80,9 @@ class LoaderGrowth(BatchGrowth):
     """Lets the batches of the training loaders grow, within the running epoch.
 
     Several loaders grow in proportion. Numbers that Lightning derives from their lengths stay true: the batches of the
-    epoch; ``limit_train_batches``, of which a fraction, and ``overfit_batches``, keep meaning the same number of
-    samples, and an int a number of batches; and how often ``val_check_interval`` validates: as often in an epoch as
-    before, after the same samples (but once per batch at most). Without epochs it remains a number of batches.
+    epoch; ``limit_train_batches`` and ``overfit_batches``, which keep meaning the same number of samples; and how often
+    ``val_check_interval`` validates: as often in an epoch as before, after the same samples (but once per batch at
+    most). Without epochs it remains a number of batches. In an epoch without a change all are as Lightning has them.
 
     Args:
         trainer: in ``Callback.setup``.
@@ -113,12 +117,8 @@ class LoaderGrowth(BatchGrowth):
     def first_length(self) -> float:
         return self._nominal_length
 
-    def relative_size(self) -> float | None:
-        loader = self._loaders[self._main]
-        read = loader.last_sizes(self._trainer_loaders.ahead)
-        if self._limits_batches or not read:
-            return None
-        return read[0] * data_parallel_size(self._trainer) / loader.first_batch_size
+    def relative_size(self) -> float:
+        return self._loaders[self._main].relative_size(self._trainer_loaders.ahead)
 
     def expected_sizes(self) -> list[int]:
         ahead, done = self._trainer_loaders.ahead, self._trainer.fit_loop.batch_idx + 1
@@ -220,7 +220,7 @@ class LoaderGrowth(BatchGrowth):
             self._loaders.append(GrowingDraws(dataloader, draws[0]))
         else:
             limit = self._trainer.limit_train_batches
-            limits_samples = self._trainer_loaders.overfits or (isinstance(limit, float) and limit < 1)
+            limits_samples = self._trainer_loaders.overfits or isinstance(limit, int) or limit < 1
             processes = data_parallel_size(self._trainer)
             loader = ResizableLoader(dataloader, processes, limit if limits_samples else None)
             loader.nominal = True  # until Lightning has checked its own settings against the length
@@ -342,14 +342,9 @@ class LoaderGrowth(BatchGrowth):
             loader.batch_size = of_batch * loader.first_batch_size / first
         return before != [loader.batch_size for loader in self._loaders]
 
-    @property
-    def _limits_batches(self) -> bool:
-        return isinstance(self._trainer.limit_train_batches, int) and not self._trainer_loaders.overfits
-
     def _set_limits(self) -> None:
-        most = self._trainer.limit_train_batches if self._limits_batches else math.inf
         self._trainer_loaders.limits = [
-            nominal if loader.batches is None else min(loader.batches, most)
+            loader.batches if loader.changed and loader.batches is not None else nominal
             for loader, nominal in zip(self._loaders, self._nominal_limits, strict=True)
         ]
         self._replans = True

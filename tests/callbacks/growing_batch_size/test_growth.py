@@ -186,14 +186,14 @@ def test_validation_by_time_is_left_alone(tmp_path):
 @pytest.mark.parametrize(
     ("options", "samples", "sizes"),
     [
-        ({"limit_train_batches": 3}, 32, [4, 8, 20]),
+        ({"limit_train_batches": 3}, 12, [4, 8]),
         ({"limit_train_batches": 1.0}, 40, [4, 8, 20, 8]),
         ({"limit_train_batches": 0.5}, 20, [4, 8, 8]),
         ({"overfit_batches": 5}, 20, [4, 8, 8]),
         ({"overfit_batches": 0.5}, 20, [4, 8, 8]),
         ({"max_steps": 2}, 12, [4, 8]),
         ({"fast_dev_run": True}, 4, [4]),
-        ({"fast_dev_run": 3}, 32, [4, 8, 20]),
+        ({"fast_dev_run": 3}, 12, [4, 8]),
     ],
 )
 def test_limits_keep_their_meaning(tmp_path, options, samples, sizes):
@@ -204,7 +204,7 @@ def test_limits_keep_their_meaning(tmp_path, options, samples, sizes):
 @pytest.mark.parametrize("options", [{"limit_train_batches": 3}, {"limit_train_batches": 0.5}, {"overfit_batches": 2}])
 def test_limits_hold_in_later_epochs(tmp_path, options):
     module = fit(tmp_path, loader(), [8], max_epochs=3, **options)
-    expected = {3: [24, 24], 0.5: [20, 20], 2: [8, 8]}[next(iter(options.values()))]
+    expected = {3: [12, 12], 0.5: [20, 20], 2: [8, 8]}[next(iter(options.values()))]
     assert [sum(len(batch) for batch in epoch) for epoch in module.epochs[1:]] == expected
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_struct import GrowingBatchSize
 from lightning_struct.callbacks.growing_batch_size.learning_rate import LearningRateScale, learning_rate_factor
 from lightning_struct.mixins import GradientStatistics
-from tests.callbacks.growing_batch_size.projects import Stream
+from tests.callbacks.growing_batch_size.projects import SizedStream, Stream
 from tests.callbacks.growing_batch_size.test_growth import Growing
 from tests.mixins.helpers import SHFNetwork, draw_loader, make_trainer
 
@@ -428,6 +428,46 @@ def test_a_schedule_ends_where_it_does_without_the_callback(tmp_path, case):
     assert reached == planned and (fewer < most or case == "growth by accumulation")
 
 
+class Log(Slope):
+    """Remembers each batch with the place in the epoch, and when it is validated."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.seen.append((batch.tolist(), self.trainer.is_last_batch, self.trainer.num_training_batches))
+        return loss
+
+    def val_dataloader(self):
+        return [0]
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append("validation")
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        (lambda: DataLoader(Stream(range(22)), batch_size=4, num_workers=3), {}),
+        (lambda: DataLoader(SizedStream(range(22)), batch_size=4, num_workers=3), {}),
+        (lambda: DataLoader(range(8), batch_sampler=[[0], [1, 2], [3, 4, 5], [6, 7]]), {}),
+        (lambda: DataLoader(range(42), batch_size=4, drop_last=True), {"val_check_interval": 2}),
+    ],
+)
+def test_nothing_differs_while_the_batch_stays(tmp_path, data, options):
+    def log(sizes):
+        growing, module = {"mode": "batch"}, scheduled(constant, Log)
+        fit(tmp_path, sizes, module, data(), max_epochs=2, growing=growing, num_sanity_val_steps=0, **options)
+        return module.seen, module.places
+
+    assert log([]) == log(None)
+
+
+def test_a_limit_of_batches_is_one_of_samples_and_ends_epochs_of_streams(tmp_path):
+    module, data = scheduled(constant, Log), DataLoader(Stream(range(60)), batch_size=4)
+    fit(tmp_path, [8, 16], module, data, max_epochs=2, limit_train_batches=10, num_sanity_val_steps=0)
+    assert module.sizes == [4, 8, 16, 12, 16, 16, 8] and module.places[-1] == 20
+    assert module.seen.count("validation") == 2
+
+
 @pytest.mark.parametrize(("limits", "frequency"), [({}, 2), ({"max_steps": 14}, 1)])
 def test_a_schedule_follows_an_accumulation_that_is_scheduled(tmp_path, limits, frequency):
     def places(sizes):
@@ -443,11 +483,6 @@ def test_fractions_of_a_batch_add_up_to_whole_ones(tmp_path):
     module = fit(tmp_path, [1], scheduled(constant), DataLoader(range(20), batch_size=10), max_epochs=2)
     assert len(module.places) == 11 + 20
     assert module.places[11:] == 9 * [2] + 10 * [3] + [4]  # ten times 0.1 is less than 1
-
-
-def test_where_an_epoch_is_a_number_of_batches_those_left_share_what_is_left_of_the_steps(tmp_path):
-    module = fit(tmp_path, [16], scheduled(constant), limit_train_batches=6)
-    assert module.sizes == [4, 16, 16, 4] and module.places == [1, 2, 4, 6]
 
 
 @pytest.mark.parametrize("epochs", [-1, 5])

@@ -21,6 +21,7 @@ from lightning_struct.nn.adapters import (
     has_adapters,
     load_adapter_state_dict,
     require_adapters,
+    train_whole,
     updated_projections,
 )
 from lightning_struct.nn.layer_structure import layer_factory, structure_entry
@@ -271,10 +272,9 @@ def _with_adapters(model: Model, described: Mapping[str, Any], folder: Path, ada
         except ValueError as error:
             raise ValueError(f"the adapters in {folder} do not fit {type(model).__name__}: {error}") from error
     named = {plain_name(name): parameter for name, parameter in result.named_parameters(remove_duplicate=False)}
-    for name in described["trained"]:
-        if name not in named:
-            raise ValueError(f"the adapters in {folder} train {name}, which {type(model).__name__} has not")
-        named[name].requires_grad_()
+    if missing := [name for name in described["trained"] if name not in named]:
+        raise ValueError(f"the adapters in {folder} train {missing[0]}, which {type(model).__name__} has not")
+    train_whole(result, [named[name] for name in described["trained"]])
     return result
 
 

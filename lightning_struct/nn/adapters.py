@@ -26,6 +26,7 @@ from lightning_struct.nn.updates import AdaptedLinear, Sides, StructuredUpdate, 
 _log = logging.getLogger(__name__)
 
 
+_KEPT = "_values_of_base"  # of trained parameters by their names, in modules; in no state_dict
 _HEADS = ("head", "heads", "lm_head", "classifier", "score", "fc")
 Trained = str | nn.Module | type[nn.Module]
 """A name or a pattern of modules or parameters, a module, or a class of modules."""
@@ -128,8 +129,7 @@ def add_adapters(
 
     if not has_adapters(model):  # only now: an error leaves the model as it was
         model.requires_grad_(False)
-    for parameter in trained:
-        parameter.requires_grad_()
+    train_whole(model, trained)
     for layer, new in adapted.items():
         if isinstance(layer, AdaptedLinear):
             assert isinstance(new, AdaptedLinear)
@@ -215,6 +215,7 @@ def merge_adapters(model: Model) -> Model:
     untied = _weights_to_untie(model)
     merged = _with_merged_weights(model)
     for module in merged.modules():
+        vars(module).pop(_KEPT, None)
         if isinstance(vars(module).get("save_pretrained"), partial):
             del module.save_pretrained
         config = getattr(module, "config", None)
@@ -428,6 +429,9 @@ def adapter_parameter_groups(model: nn.Module, lr: float, operator_factor: float
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Run a model without its adapters, as its base, within a ``with`` statement.
 
+    Weights that ``train=`` of :func:`add_adapters` has named have their values from before, of which a copy is kept
+    with their modules. Buffers, such as the statistics of batch norms, stay as they are.
+
     Args:
         model: after :func:`add_adapters`.
 
@@ -449,13 +453,35 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
     require_adapters(model)
     updates = _updates(model)
     before = [update.is_enabled for update in updates]
+    kept = _kept(model)
     for update in updates:
         update.is_enabled = False
+    for module, name, trained, value in kept:
+        setattr(module, name, nn.Parameter(value.to(trained.device, trained.dtype), requires_grad=False))
     try:
         yield
     finally:
+        for module, name, trained, _ in kept:
+            setattr(module, name, trained)
         for update, was_enabled in zip(updates, before, strict=True):
             update.is_enabled = was_enabled
+
+
+def train_whole(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Let parameters require gradients, and keep their values in the modules that have them."""
+    copies = {p: p.detach().clone() for p in parameters if not p.is_meta}
+    for module in model.modules():
+        kept = {name: copies[p] for name, p in module._parameters.items() if p is not None and p in copies}
+        if kept:
+            vars(module)[_KEPT] = kept | vars(module).get(_KEPT, {})
+    for parameter in parameters:
+        parameter.requires_grad_()
+
+
+def _kept(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter, Tensor]]:
+    """The trained parameters by module and name, with their values in the base."""
+    named = [(m, name, value) for m in model.modules() for name, value in vars(m).get(_KEPT, {}).items()]
+    return [(m, name, p, value) for m, name, value in named if (p := m._parameters.get(name)) is not None]
 
 
 def updated_projections(attention: nn.MultiheadAttention) -> list[tuple[str, StructuredUpdate]]:

@@ -79,16 +79,49 @@ def test_a_base_with_the_adapters_of_a_folder_computes_the_same(base, trained, f
 
 def test_disabled_adapters_leave_the_base_for_a_while(base, trained):
     trained.norm.running_mean.zero_()
-    with torch.no_grad():  # the head and biases are trained as such, not by adapters
-        for name, parameter in base.named_parameters():
-            if name.startswith("head") or name.endswith("bias"):
-                own = {"up.bias": "up.base.bias", "attention.in_proj_bias": "attention.in_proj_bias"}.get(name, name)
-                parameter.copy_(trained.get_parameter(own))
     before = trained.eval()(X)
     with pytest.raises(RuntimeError, match="inside"), disable_adapters(trained):
         torch.testing.assert_close(trained(X), base.eval()(X))
         raise RuntimeError("inside")
     assert torch.equal(trained(X), before)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.up, self.norm = nn.Embedding(9, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.recurrent, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 9)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.norm(self.recurrent(self.up(self.embedding(x)))[0]))
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_trained_weights_are_those_of_the_base_while_adapters_are_disabled(loaded, tmp_path):
+    torch.manual_seed(0)
+    base, x = Tied().double(), torch.arange(6).view(2, 3)
+    model = add_adapters(copy.deepcopy(base), LowRank, include="up", train=["head", "recurrent", nn.LayerNorm])
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.add_(torch.randn_like(parameter))
+    names = [*model.state_dict()]
+    if loaded:
+        save_adapters(model, tmp_path)
+        model = load_adapters(copy.deepcopy(base), tmp_path)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    add_adapters(model, LowRank, include="up", train="head", name="second")  # keeps what it had
+    set_adapter(model, "default")
+    loss = model(x).sum()
+    with disable_adapters(model):
+        torch.testing.assert_close(model(x), base(x))
+    loss.backward()  # the weights were not changed in place
+    assert all(dict(model.named_parameters())[name] is p and p.grad is not None for name, p in trained.items())
+    expected = model(x)
+    merged = merge_adapters(copy.deepcopy(model))
+    torch.testing.assert_close(merged(x), expected)
+    assert [*merged.state_dict()] == [*base.state_dict()] and {*names} <= {*model.state_dict()}
 
 
 def damaged(folder, **changed):

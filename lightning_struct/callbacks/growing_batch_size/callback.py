@@ -34,15 +34,15 @@ SIMILAR = 0.9
 
 
 class GrowingBatchSize(Callback):
-    """Enlarges the batch during training when the noise of the gradient undoes the progress of the steps.
+    """Enlarges the batch during training when gradient noise cancels what the steps gain.
 
     ``Trainer(callbacks=[GrowingBatchSize()])`` is enough in any project: automatic and manual optimization, any
     optimizer, one device or several, loaders with and without workers, map-style and iterable data sets, several
     loaders, custom batch samplers. The size changes within the running epoch, and every sample of the epoch is still
     seen once.
 
-    **The rule.** By default the batch grows, at most to twice its size, when two conditions hold: a test finds that the
-    noise of the steps undoes their progress, and the gradient noise scale is larger than the batch. It stays as it is
+    **The rule.** By default the batch grows, at most to twice its size, when two conditions hold: a test finds that
+    gradient noise cancels what the steps gain, and the gradient noise scale is larger than the batch. It stays as it is
     for about the first 300 steps, and as long as the steps make progress. With ``scale_lr`` the batch grows towards the
     noise scale without that test. When the loss has grown with the batch, because it is a sum over the samples or
     compares them with each other, the batch returns to its last size for good, with a warning. With ``theta`` it
@@ -86,7 +86,7 @@ class GrowingBatchSize(Callback):
             batch goes on with this size.
         theta: θ > 0 of the norm test: the relative error that the mean gradient may have. 1 is the gradient noise
             scale. None: 0.5, the paper's value, if the module has its own statistics; else 1, and the batch grows only
-            when noise undoes the progress, or with ``scale_lr``. Infinite: no norm test.
+            when noise cancels what the steps gain, or with ``scale_lr``. Infinite: no norm test.
         schedule: sizes set by hand, without measuring: ``SAMPLES:SIZE`` entries such as ``"0:32 50K:128 1.5M:512"``,
             with K for thousand and M for million. Each holds from the first step that begins after so many samples;
             until the first one, the loaders keep their own size. Sizes may fall. ``"auto"``: by the schedule of the
@@ -349,8 +349,8 @@ class GrowingBatchSize(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not {"schedule", "batch_size", *COUNTED, *PARTS} <= state_dict.keys():
             raise MisconfigurationException(
-                "The checkpoint's state of GrowingBatchSize is that of lightning_struct 0.2.0 or older, which this "
-                "version does not read: finish the run with the version that began it, or delete checkpoint"
+                "The checkpoint's state of GrowingBatchSize is that of lightning_struct 0.2.0 or older, or of a version "
+                "under development, which this version does not read: finish the run with the version that began it, or delete checkpoint"
                 "['callbacks']['GrowingBatchSize'] to resume with the DataLoader's own batch size"
             )
         for name in COUNTED:
@@ -509,8 +509,13 @@ class GrowingBatchSize(Callback):
         fit.growth.set_batch_size(size)
         fit.measurement.resized(present, size)
         if reason is not None and not SIMILAR < size / (fit.logged_size or present) < 1 / SIMILAR:
-            before, fit.logged_size = fit.logged_size or present, size
-            rank_zero_info(f"GrowingBatchSize: batch {before:.0f} -> {size:.0f} at step {self._steps}: {reason}")
+            before, fit.logged_size = self._in_epoch(fit.logged_size or present), size
+            after = self._in_epoch(size)
+            rank_zero_info(f"GrowingBatchSize: batch {before:.0f} -> {after:.0f} at step {self._steps}: {reason}")
+
+    def _in_epoch(self, size: float) -> float:
+        """Samples of the largest step of this size: the end of an epoch cuts larger ones."""
+        return min(size, self._present_fit.growth.dataset_size() or size)
 
     @property
     def _noise(self) -> str:
@@ -583,7 +588,7 @@ class GrowingBatchSize(Callback):
             rule += ", and leaves the batch as it is"
         elif rule and self.theta is None and not fit.measurement.is_reported:
             earliest = self._resized_at + window_length(self._resized_at)
-            when = " when the noise of the steps undoes their progress," if self._waits_for_noise else ""
+            when = " when gradient noise cancels what the steps gain," if self._waits_for_noise else ""
             rule += f", and grows{when} after {earliest} steps at the earliest"
         if self.validation.monitor is not None:
             rule += f"; it grows by growth={self.validation.growth:g} where {self.validation.monitor!r} stalls"
@@ -592,16 +597,18 @@ class GrowingBatchSize(Callback):
     def _summary(self) -> str:
         """Summary of the growth in one line, at the end of the training."""
         fit, first = self._present_fit, self._first_size
-        size, scale = fit.growth.batch_size, fit.measurement.noise_scale
+        size, scale = self._in_epoch(fit.growth.batch_size), fit.measurement.noise_scale
         text = f"batch {first:.0f} all along" if first == size else f"batch {first:.0f} -> {size:.0f}"
         if self.schedule is not None:
             return f"GrowingBatchSize: {text}, by schedule={self.schedule!r}"
         text = f"GrowingBatchSize: {text}; {self._noise}"
         if scale is not None and scale <= size:
             return f"{text}: {'' if first == size else 'still '}larger batches would not have helped"
-        if self._tests_norm and not fit.measurement.noise_limits:
-            return f"{text}. The steps made progress nevertheless: larger batches would have cost samples"
-        return text
+        if not self._tests_norm or fit.measurement.noise_limits:
+            return text
+        if not fit.measurement.has_tested:
+            return f"{text}. The run was too short to test whether it cancels what the steps gain"
+        return f"{text}. The steps made progress nevertheless: larger batches would have cost samples"
 
     def _end_fit(self, keep_growth: bool) -> None:
         """Give Trainer and loaders back as they were; a checkpoint may still be written."""

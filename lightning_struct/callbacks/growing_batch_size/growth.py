@@ -196,10 +196,10 @@ class AccumulationGrowth(BatchGrowth):
 
     def dataset_size(self) -> int | None:
         sizes = [known_length(getattr(loader, "dataset", None)) for loader in self._loaders()]
-        if None not in sizes:
-            return sum(size for size in sizes if size is not None)
-        batches = self._trainer.num_training_batches
-        return None if batches == math.inf else int(batches) * (self._samples_of_batch or 1)
+        samples = math.inf if None in sizes else sum(size for size in sizes if size is not None)
+        if None in sizes or self._samples_of_batch is not None:  # an epoch may have fewer batches than there are
+            samples = min(samples, self._trainer.num_training_batches * (self._samples_of_batch or 1))
+        return None if samples == math.inf else int(samples)
 
     def first_length(self) -> float:
         return self._trainer.num_training_batches

@@ -46,7 +46,7 @@ class Measurement:
         needed: whether the gradients decide anything. If not, nothing is measured.
         estimator: the one that was asked for.
         max_overhead: see :class:`~lightning_struct.callbacks.GrowingBatchSize`.
-        tests_stationarity: whether to test if the noise of the steps undoes their descent.
+        tests_stationarity: whether to test if the noise of the steps cancels their descent.
         watches_loss: whether to look if the loss grows with the batch.
 
     Attributes:
@@ -104,9 +104,14 @@ class Measurement:
 
     @property
     def noise_limits(self) -> bool:
-        """Whether the noise of the steps undoes their descent, for every optimizer, and larger batches can mend it;
+        """Whether the noise of the steps cancels their descent, for every optimizer, and larger batches can mend it;
         true if that is not tested."""
         return not self._loss_grew_with_batch and all(test.holds for test in self._stationarity)
+
+    @property
+    def has_tested(self) -> bool:
+        """Whether that was tested at least once, for every optimizer."""
+        return all(test.has_judged for test in self._stationarity)
 
     @property
     def noise_scale(self) -> float | None:
@@ -165,7 +170,7 @@ class Measurement:
                 self._stationarity[self._trainer.optimizers.index(optimizer)].before_step()
             except Exception as error:  # noqa: BLE001 - measuring must not end a training
                 problem = error if isinstance(error, estimators.Unmeasurable) else f"fails ({first_line(error)})"
-                self._give_up(f"GrowingBatchSize cannot test whether noise undoes the descent: the test {problem}")
+                self._give_up(f"GrowingBatchSize cannot test whether noise cancels what the steps gain: it {problem}")
 
     def end_batch(self, batch: Any) -> int:
         """Count the samples of a batch, over all processes; those of a module that reports them are counted by it."""

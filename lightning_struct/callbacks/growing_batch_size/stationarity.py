@@ -1,6 +1,6 @@
-"""Tests of the steps: noise that undoes their descent, and a loss that grows with the batch.
+"""Tests of the steps: noise that cancels their descent, and a loss that grows with the batch.
 
-Only if noise undoes the descent is a larger batch worth its samples; and only if the loss does not grow with the batch.
+Only if noise cancels the descent is a larger batch worth its samples; and only if the loss does not grow with the batch.
 """
 
 import math
@@ -67,12 +67,15 @@ class StationarityTest:
         optimizer: whose steps are tested.
 
     Attributes:
-        holds: whether the noise undid the descent in the last window that was judged since the last :meth:`restart`.
+        holds: whether the noise cancelled the descent in the last window that was judged since the last
+            :meth:`restart`.
+        has_judged: whether a window was judged at all.
     """
 
     def __init__(self, trainer: L.Trainer, optimizer: Optimizer) -> None:
         self._trainer, self._optimizer = trainer, optimizer
-        self._sharded, self.faults, self.holds = shards_weights(trainer), LocalFaults(), False
+        self._sharded, self.faults = shards_weights(trainer), LocalFaults()
+        self.holds = self.has_judged = False
         self._steps = self._length = self._end = (
             0  # the last two of the window, in steps; no window is open before the next step
         )
@@ -117,12 +120,13 @@ class StationarityTest:
         window: tuple[Any, ...] = self._length, self._end, self._weights, self._products
         length, end, weights, products = (0, 0, {}, []) if self._sharded else window
         weights = {i: tensor.clone() for i, tensor in weights.items()}
-        state = {"steps": self._steps, "passed": self.holds, "length": length, "end": end}
+        state = {"steps": self._steps, "passed": self.holds, "judged": self.has_judged, "length": length, "end": end}
         return state | {"weights": weights, "products": list(products)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         parameters = self._parameters()
         self._steps, self.holds = state["steps"], state["passed"]
+        self.has_judged = state.get("judged", self.holds)  # version 0.3.0 does not say
         self._length, self._end = state["length"], state["end"]
         self._weights = {
             i: tensor.to(parameters[i].device) for i, tensor in state["weights"].items() if i in parameters
@@ -155,7 +159,7 @@ class StationarityTest:
         sums = self.faults.summed(torch.tensor(self._products, device=self._trainer.strategy.root_device))
         values = [value for value in sums.tolist() if math.isfinite(value)]  # a GradScaler skips the others
         count = len(values)
-        self.holds = False
+        self.holds, self.has_judged = False, True
         if count > 1:
             mean = sum(values) / count
             variance = sum((value - mean) ** 2 for value in values) / (count - 1)

@@ -184,18 +184,19 @@ class BackwardPasses(GradientEstimator):
 def why_not(trainer: L.Trainer) -> str | None:
     """The reason for which the backward passes of a step cannot be compared, and the remedy; None if they can."""
     by_hand = "set the sizes by schedule=..."
+    has_layers = not any(is_compiled(layer) for layer in trainer.lightning_module.modules())
     if not trainer.lightning_module.automatic_optimization:
-        return (
-            f"under manual optimization it is not known which of them make a step: use estimator='layers', or {by_hand}"
-        )
+        remedy = f"use estimator='layers', or {by_hand}" if has_layers else by_hand
+        return f"under manual optimization it is not known which of them make a step: {remedy}"
     if distributed.shards_weights(trainer) and not distributed.gathers_parameters(trainer):
         return f"{type(trainer.strategy).__name__} shards the weights: {by_hand}"
     if distributed.data_parallel_size(trainer) != trainer.world_size:
         return f"some processes share their batches (tensor parallelism): {by_hand}"
-    if distributed.shards_weights(trainer) and any(is_compiled(layer) for layer in trainer.lightning_module.modules()):
+    if distributed.shards_weights(trainer) and not has_layers:
         return f"the layers that gather sharded weights are compiled: {by_hand}"
     if trainer.world_size * trainer.accumulate_grad_batches < 2:
-        return "each step has one: use several devices or Trainer(accumulate_grad_batches=2), or estimator='layers'"
+        remedy = "use several devices or Trainer(accumulate_grad_batches=2)"
+        return f"each step has one: {remedy}{', or estimator=' + repr('layers') if has_layers else ''}"
     return None
 
 

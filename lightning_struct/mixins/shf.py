@@ -29,7 +29,8 @@ class SHFOptimization(ManualOptimization):
     ``step_length`` and ``batch_size``; if defined, ``gradient_variance`` and ``batch_size_predicted`` (unless a
     ``GrowingBatchSize`` logs its own prediction); with damping by the next batch, the default without ``damping``, also
     ``step_scale`` and ``next_batch_ratio``; with ``loss="least_squares"`` and several blocks of residuals also
-    ``train_loss_NAME`` of each, ½ mean r² without its weight. All values are of the whole batch, over all processes.
+    ``train_loss_NAME`` of each, ½ mean r² without its weight, and ``block_weight_NAME`` of a condition whose weight has
+    risen. All values are of the whole batch, over all processes.
 
     It works on one device and under DDP, with precision 32-true, 64-true and bf16-mixed. There is no learning rate, so
     do not use schedulers and callbacks that need one. Lightning refuses clipping and accumulation of gradients.
@@ -177,6 +178,7 @@ class SHFOptimization(ManualOptimization):
             values["batch_size_predicted"] = report.predicted_batch_size
         if len(report.block_losses) > 1:
             values |= {f"train_loss_{block}": loss for block, loss in report.block_losses.items()}
+        values |= {f"block_weight_{block}": weight for block, weight in report.block_weights.items()}
         for name, value in values.items():
             if value is not None:
                 self.log(name, float(value), prog_bar=name in SHOWN_IN_PROGRESS_BAR, batch_size=report.batch_size)

@@ -24,10 +24,13 @@ class LeastSquares:
     that returns one tensor has one block, ``"residual"``.
 
     Args:
-        weights: w_b > 0 by the name of the block, for all blocks; if not given, all are 1.
+        weights: w_b > 0 by the name of the block, for all blocks. If not given, they are 1; beside a block of that name
+            ``equation`` those of all others, its conditions, rise while they hold nearly all of the loss and do not
+            fall (:class:`~lightning_struct.functional.residuals.penalties.Penalties`).
+        equation: name of the block in which an equation holds, whose conditions the others are.
 
     Raises:
-        TypeError: weights that are no mapping of names to numbers.
+        TypeError: weights that are no mapping of names to numbers, or a name that is no string.
         ValueError: a weight that is not finite and positive.
 
     Example:
@@ -36,6 +39,7 @@ class LeastSquares:
     """
 
     weights: Mapping[str, float] | None = None
+    equation: str = "interior"
 
     def __post_init__(self) -> None:
         if not isinstance(self.weights, Mapping | None):

@@ -13,8 +13,8 @@ class StepReport:
     """Report of one iteration of Algorithm 1. Losses are means over the batch of all processes.
 
     Attributes:
-        loss_before: f at the old weights.
-        loss_after: f at the new weights, on the same batch.
+        loss_before: f at the old weights, without weights of conditions that have risen.
+        loss_after: the same at the new weights, on the same batch.
         reduction_ratio: ρ of section 4.2; 0 if no step was taken.
         step_length: s of the line search; 0 if no step was taken.
         damping: λ that the accepted direction was computed with.
@@ -29,6 +29,7 @@ class StepReport:
         predicted_batch_size: n̂ of the norm test; None if the variance is, or if the gradient is zero.
         block_losses: name -> ½ mean_i r²_{b,i} before the step, without its weight, if the module returns residuals
             (``loss="least_squares"``).
+        block_weights: name -> w_b of the conditions whose weights have risen (:class:`LeastSquares`).
         step_scale: σ, the share of the solver's direction that was tried (damping by :class:`NextBatch`; else 1).
         next_batch_ratio: fall of the loss of the next batch over that of a step's own, averaged over the steps until
             the last; None if it is not measured yet.
@@ -62,6 +63,7 @@ class StepReport:
     predicted_batch_size: int | None
     seconds: dict[str, float]
     block_losses: Mapping[str, float] = field(default_factory=dict)
+    block_weights: Mapping[str, float] = field(default_factory=dict)
     step_scale: float = 1.0
     next_batch_ratio: float | None = None
     convergence: Mapping[str, float] = field(default_factory=dict)

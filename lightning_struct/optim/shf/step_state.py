@@ -29,12 +29,14 @@ class Decisions:
         refused_batches: whether whole batches cannot be recorded.
         too_many_rows: name of a matrix -> the rows of J from which on there is too little memory for it.
         damping_factor: by which λ is divided first in the next step.
+        penalties: fields of the :class:`~lightning_struct.functional.residuals.penalties.Penalties` of the conditions.
     """
 
     refused_rows: Mapping[str, str] = field(default_factory=dict)
     refused_batches: bool = False
     too_many_rows: Mapping[str, int] = field(default_factory=dict)
     damping_factor: float = 2.0
+    penalties: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

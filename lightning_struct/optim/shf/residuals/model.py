@@ -46,6 +46,7 @@ class ResidualBatch:
         weights: name -> the trainable weights, detached.
         inputs: this process's share: a tuple of the module's arguments, or its one argument.
         counts: name -> rows n_b of the blocks of the step before; None in the first step.
+        penalties: name -> w_b of conditions whose weights have risen.
 
     Attributes:
         weights: w.
@@ -54,7 +55,9 @@ class ResidualBatch:
         samples: their sum.
         rows: residuals over all processes: a sample may have several.
         block_losses: name -> ½ mean_i r²_{b,i}, without w_b.
+        penalties: those that are in force, none beside weights that were given.
         value: f(w).
+        plain_value: f(w) without penalties.
         residual: r(w), this process's rows, (N,).
         scale: √(w_b/n_b) of these rows.
         own_counts, sizes: rows and residuals of each block on this process.
@@ -74,6 +77,7 @@ class ResidualBatch:
         inputs: Any,
         *,
         counts: Mapping[str, int] | None = None,
+        penalties: Mapping[str, float] | None = None,
     ) -> None:
         self.weights = FlatWeights(weights)
         self._dtype, self._device = self.weights.vector.dtype, self.weights.vector.device
@@ -87,7 +91,8 @@ class ResidualBatch:
         self._batch = BatchResiduals(records, weights, args, self._repeated)
         blocks = self._batch.blocks
         _check_names(blocks, counts, self._device)
-        shares = loss.weights_of(blocks)
+        self.penalties = {} if loss.weights else dict(penalties or {})
+        shares = {**loss.weights_of(blocks), **self.penalties}
         before, counts = counts, _checked_counts(blocks, self._device)
         if counts == before:
             self._batch.record_whole()
@@ -111,6 +116,7 @@ class ResidualBatch:
         _refuse_not_finite([numbers[r * len(flags) :][: len(flags)] for r in range(len(of_processes))], blocks)
         *block_losses, self.value = numbers[of_processes.numel() :]
         self.block_losses = dict(zip(blocks, block_losses, strict=True))
+        self.plain_value = sum(block_losses) if self.penalties else self.value
         if not math.isfinite(self.value):
             too_large = [name for name, value in self.block_losses.items() if not math.isfinite(value)]
             raise NotFinite(
@@ -130,6 +136,14 @@ class ResidualBatch:
     def value_of(self, residual: Tensor) -> Tensor:
         """½‖r‖² over all processes, (), float64."""
         return 0.5 * all_reduce(inner(residual, residual))
+
+    def plain_value_of(self, residual: Tensor, value: float) -> float:
+        """½‖r‖² without penalties, over all processes, of residuals with this ½‖r‖²."""
+        if not self.penalties:
+            return value
+        parts = zip(self.block_losses, residual.split(self.sizes), strict=True)
+        squares = [inner(part, part) / self.penalties.get(name, 1.0) for name, part in parts]
+        return 0.5 * all_reduce(torch.stack(squares).sum()).item()
 
     @cached_property
     def form_for_gram(self) -> JacobianForm:

@@ -2,7 +2,8 @@
 
 import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from torch import Tensor, nn
 
 from lightning_struct.collective import all_gather_unequal, rank
 from lightning_struct.functional.residuals.jacobians import matrix_form
+from lightning_struct.functional.residuals.penalties import EVERY_N_STEPS, Penalties
 from lightning_struct.functional.residuals.residual_rows import RowRecords
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.solvers.curve_fit import inverse_of_normal_matrices
 from lightning_struct.functional.vectors import inner
+from lightning_struct.optim.shf.report import StepReport
 from lightning_struct.optim.shf.residuals.model import ResidualBatch, ResidualModel
 from lightning_struct.optim.shf.residuals.solvers import (
     ExactSolver,
@@ -89,7 +92,10 @@ class ResidualSteps(Steps):
         name = None if self.settings.solver is None else name_of(self.settings.solver)
         with now.timed("linearize"), self._network_draws(now), self.buffers.watched():
             try:
-                batch = ResidualBatch(self._records, self.loss, now.weights, inputs, counts=now.memory.blocks)
+                penalties = Penalties(**decisions.penalties)
+                batch = ResidualBatch(
+                    self._records, self.loss, now.weights, inputs, counts=now.memory.blocks, penalties=penalties.weights
+                )
             except TypeError:
                 check_arguments(self.module, arguments(inputs), _FORWARD)
                 raise
@@ -124,7 +130,7 @@ class ResidualSteps(Steps):
                 why = ": it is at a minimum, or no residual depends on the weights (look for detach, no_grad, item)"
             self.diagnostics.once("zero", f"SHF: the gradient of this batch is zero{why}; no step is taken")
             return Update(
-                model.value,
+                model.batch.plain_value,
                 damping or 1.0,
                 "zero_gradient",
                 solver.iterations,
@@ -155,7 +161,7 @@ class ResidualSteps(Steps):
                         "xtol": math.sqrt(squares[0] / squares[1]) if squares[1] else math.inf,
                     }
                     return Update(
-                        loss=step.value,
+                        loss=model.batch.plain_value_of(step.residual, step.value),
                         damping=step.damping,
                         stop_reason=solver.stop_reason,
                         iterations=solver.iterations,
@@ -169,13 +175,17 @@ class ResidualSteps(Steps):
         self._warn_of_precision(model)
         raised = min(around * _RAISED, max(solver.largest, bounds[0]))
         return Update(
-            model.value,
+            model.batch.plain_value,
             min(raised, bounds[1]),
             "line_search",
             solver.iterations,
             convergence={"precision": 0.0},
             damping_factor=factor,
         )
+
+    def report(self, now: StepState, model: ResidualModel, update: Update) -> StepReport:
+        report = super().report(now, model, update)
+        return replace(report, loss_before=model.batch.plain_value, block_weights=model.batch.penalties)
 
     def adapt(self, now: StepState, model: ResidualModel, solver: ResidualSolver, update: Update) -> None:
         """λ and γ of the next step, and the memory of this one."""
@@ -197,8 +207,26 @@ class ResidualSteps(Steps):
                 refused_batches=self._records.whole_batches.refused,
                 too_many_rows=dict(self._free_memory.too_many),
                 damping_factor=update.damping_factor,
+                penalties=self._penalties(memory, model.block_losses),
             ),
         )
+
+    def _penalties(self, memory: Memory, losses: Mapping[str, float]) -> Mapping[str, Any]:
+        """Weights of the conditions for the next step, as fields of Penalties."""
+        kept = memory.decisions.penalties
+        is_due = (memory.steps + 1) % EVERY_N_STEPS == 0
+        if self.loss.weights is not None or self.loss.equation not in losses or not is_due:
+            return kept
+        before = Penalties(**kept)
+        after = before.compared(losses, self.loss.equation)
+        for name in set(after.given_back) - set(before.given_back):
+            share = losses[name] / sum(losses.values())
+            self.diagnostics.once(
+                f"penalty of {name}",
+                f"SHF: the residuals {name!r} hold {share:.0%} of the loss, and no weight lowers them: they are noisy "
+                f"measurements, contradict another block, or the network is too small. Their weight is 1 again",
+            )
+        return dict(vars(after))
 
     def covariance(self, now: StepState, inputs: Any) -> Tensor:
         """s² (JᵀJ)⁻¹ at the current weights, (P, P), with s² = ‖r‖²/(N - P).
@@ -245,12 +273,14 @@ class DampedStep:
         damping: λ it was computed with.
         value: f(w + d); infinity if it is not finite.
         predicted: ½‖r + J d‖² of the solution d before its corrections.
+        residual: r(w + d), this process's rows.
     """
 
     direction: Tensor
     damping: float
     value: float
     predicted: float
+    residual: Tensor
 
 
 class DampedSteps:
@@ -325,15 +355,15 @@ class DampedSteps:
             if not math.isfinite(value) or value <= (1.0 + _REST) * predicted:
                 break
             corrected = self._solver.corrected(d, residual, damping)
-            residual = batch.residual_at(corrected)
-            lower = batch.value_of(residual).item()
+            new = batch.residual_at(corrected)
+            lower = batch.value_of(new).item()
             if not lower < value:
                 break
             is_slow = lower - predicted > _GAIN * (value - predicted)
-            d, value = corrected, lower
+            d, value, residual = corrected, lower, new
             if is_slow:
                 break
-        return DampedStep(d, damping, value if math.isfinite(value) else math.inf, predicted)
+        return DampedStep(d, damping, value if math.isfinite(value) else math.inf, predicted, residual)
 
     def _within(self, damping: float) -> float:
         return min(max(damping, self._smallest), self._largest)

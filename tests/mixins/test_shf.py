@@ -1,4 +1,3 @@
-import dataclasses
 import logging
 from functools import partial
 from types import SimpleNamespace
@@ -11,17 +10,14 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
     LearningRateMonitor,
-    ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_struct import SHF, GrowingBatchSize, LevenbergMarquardtDamping, SHFOptimization, ValidationMeritStopping
+from lightning_struct import SHF, GrowingBatchSize, SHFOptimization
 from lightning_struct.mixins import GradientStatistics
 from lightning_struct.optim import LSMR
 from lightning_struct.utilities.distributed import refuse_sharded_weights
@@ -142,17 +138,6 @@ def test_two_arguments_fit_and_log_how_the_steps_are_measured(tmp_path):
     assert {"damping", "step_scale", "next_batch_ratio"} <= set(trainer.logged_metrics)
 
 
-def test_what_is_not_defined_is_not_logged(tmp_path):
-    class Normalised(SHFNetwork):
-        def __init__(self):
-            super().__init__(preconditioner=None)
-            self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-    trainer = make_trainer(tmp_path, max_steps=1)
-    trainer.fit(Normalised(), draw_loader())
-    assert "train_loss" in trainer.logged_metrics and "gradient_variance" not in trainer.logged_metrics
-
-
 # How a batch is read
 
 
@@ -244,18 +229,6 @@ def test_hooks_of_the_module_behind_the_mixin_are_called(tmp_path):
     assert called == ["on_fit_start"]
 
 
-def test_hyperparameters_of_the_base_are_saved():
-    class Configured(Network):
-        def __init__(self, width: int, depth: int = 3):
-            super().__init__()
-            self.save_hyperparameters()
-
-    class Trained(SHFOptimization, Configured):
-        configure_optimizers = returns_shf
-
-    assert dict(Trained(5, depth=2).hparams) == {"width": 5, "depth": 2}
-
-
 # Statistics for callbacks
 
 
@@ -274,15 +247,14 @@ def test_the_variance_is_exact_where_a_growing_batch_goes_by_it(tmp_path, grows)
 # Faults
 
 
-@pytest.mark.parametrize(("part", "value"), [(0, float("nan")), (0, float("inf")), (1, float("nan"))])
 @pytest.mark.parametrize("batch", [0, 2])
-def test_a_bad_batch_is_named_and_changes_no_weight(tmp_path, part, value, batch):
+def test_a_bad_batch_is_named_and_changes_no_weight(tmp_path, batch):
     class Watching(SHFNetwork):
         def on_train_batch_start(self, *arguments):
             self.before = weights(self)
 
     data, module = regression_data(), Watching()
-    data.tensors[part][12 * batch + 5, 0] = value
+    data.tensors[0][12 * batch + 5, 0] = float("nan")
     with pytest.raises(ValueError, match=f"Training batch {batch} of epoch 0: the batch holds NaN or infinity"):
         make_trainer(tmp_path).fit(module, DataLoader(data, batch_size=12))
     assert torch.equal(weights(module), module.before)
@@ -374,62 +346,3 @@ def test_strategies_that_shard_the_weights_are_refused_by_name(strategy):
     trainer = SimpleNamespace(strategy=strategy.__new__(strategy))
     with pytest.raises(MisconfigurationException, match=f"SHF needs all weights, but {strategy.__name__}"):
         refuse_sharded_weights(trainer, "SHF")
-
-
-# Resume
-
-
-def fit_with_everything(directory, *checkpoints, ckpt_path=None, **limits):
-    callbacks = [
-        GrowingBatchSize(max_batch_size=50),
-        LevenbergMarquardtDamping(drop=0.9),
-        ValidationMeritStopping(patience=30, mode="max"),
-    ]
-    module, logger = SHFNetwork(), CSVLogger(directory)
-    options = {"logger": logger, "enable_checkpointing": bool(checkpoints), **limits}
-    trainer = make_trainer(directory, callbacks=[*callbacks, *checkpoints], **options)
-    trainer.fit(module, draw_loader(), validation_loader(), ckpt_path=ckpt_path)
-    return trainer, module, callbacks
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run with checkpoints after each step, after each validation and after each epoch, and where they are."""
-    directory = tmp_path_factory.mktemp("whole")
-    checkpoints = [
-        ModelCheckpoint(directory / "step", "{step}", every_n_train_steps=1, save_top_k=-1),
-        ModelCheckpoint(directory / "validation", "{step}", save_on_train_epoch_end=False, save_top_k=-1),
-        ModelCheckpoint(directory / "epoch", "{step}", save_on_train_epoch_end=True, save_top_k=-1, mode="max"),
-    ]
-    return directory, *fit_with_everything(directory, *checkpoints, max_epochs=5)
-
-
-def timeless(report):
-    return dataclasses.replace(report, seconds={})
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
-@pytest.mark.parametrize(
-    ("after", "step", "limits"),
-    [
-        ("step", 3, {"max_epochs": 5}),
-        ("step", 13, {"max_steps": 25, "max_epochs": -1}),
-        ("step", 15, {"max_epochs": 5}),
-        ("validation", 15, {"max_epochs": 5}),
-        ("epoch", 15, {"max_steps": 25, "max_epochs": -1}),
-    ],
-    ids=["before growth", "within an epoch", "between batch and validation", "after validation", "after the epoch"],
-)
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, whole, after, step, limits):
-    directory, trainer, module, callbacks = whole
-    path = directory / after / f"step={step}.ckpt"
-    resumed, again, again_callbacks = fit_with_everything(tmp_path, ckpt_path=path, **limits)
-    assert torch.equal(again.weights_after_step, module.weights_after_step)
-    assert resumed.global_step == trainer.global_step == 25
-    assert [timeless(report) for report in again.reports] == [timeless(report) for report in module.reports[step:]]
-    assert again_callbacks[0].state_dict() == callbacks[0].state_dict()
-    merit, merit_again = callbacks[2].state_dict(), again_callbacks[2].state_dict()
-    assert all(torch.equal(merit["best_weights"][k], v) for k, v in merit_again["best_weights"].items())
-    assert all(merit_again[name] == merit[name] for name in ("best_value", "best_step", "wait", "validation"))
-    assert len({report.batch_size for report in module.reports}) > 3, "the batch did not grow: this shows nothing"

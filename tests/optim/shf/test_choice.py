@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.jacobian.losses import SquaredError
 from lightning_struct.functional.solvers.damping import ScaledDamping, next_batch_rule
-from lightning_struct.optim import LSMR, Kronecker, LevenbergMarquardt, NextBatch, memory
+from lightning_struct.optim import memory
 from lightning_struct.optim.shf import SHF
-from tests.cases import First, SelfAttention, flat, gaussian
+from tests.cases import First, SelfAttention, gaussian
 from tests.optim.shf.test_shf import Borrowing, batch, network, take, weights, without_seconds
 
 
@@ -24,17 +24,6 @@ def classification(n: int, seed: int = 0, noise: float = 0.0) -> tuple[Tensor, T
     generator = torch.Generator().manual_seed(seed)
     random = torch.randint(4, (n,), generator=generator)
     return inputs.float(), torch.where(torch.rand(n, generator=generator) < noise, random, labels)
-
-
-def convolutional() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (4, 5)),
-        nn.Conv1d(4, 4, 3, padding=1),
-        nn.GroupNorm(2, 4),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(20, 4),
-    )
 
 
 def normalised() -> nn.Module:
@@ -56,7 +45,7 @@ def dense() -> nn.Module:
 # Two arguments
 
 
-@pytest.mark.parametrize("build", [dense, convolutional, normalised, attention, recurrent])
+@pytest.mark.parametrize("build", [dense, normalised, attention, recurrent])
 def test_two_arguments_train_a_classifier(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     optimizer = SHF(build(), "cross_entropy")
@@ -64,9 +53,8 @@ def test_two_arguments_train_a_classifier(build: Callable[[], nn.Module]) -> Non
     assert reports[-1].loss_before < 0.8 * reports[0].loss_before
 
 
-@pytest.mark.parametrize("loss", ["mse", SquaredError()], ids=["name", "object"])
-def test_two_arguments_train_a_regression(loss: Any) -> None:
-    optimizer = SHF(network(), loss)
+def test_two_arguments_train_a_regression() -> None:
+    optimizer = SHF(network(), SquaredError())
     reports = [take(optimizer, batch(64, seed=i)) for i in range(30)]
     assert reports[-1].loss_before < 0.2 * reports[0].loss_before
 
@@ -86,25 +74,8 @@ def test_the_log_says_once_what_was_chosen(caplog: pytest.LogCaptureFixture) -> 
         for seed in range(3):
             take(optimizer, batch(seed=seed))
     (message,) = [record.getMessage() for record in caplog.records]
-    assert all(
-        word in message
-        for word in (
-            "'cg'",
-            "'kronecker' (every step)",
-            "'layer_rules'",
-            f"damping={optimizer.settings.damping.initial:.3g}",
-        )
-    )
-
-
-def test_settings_that_are_given_override_the_choice() -> None:
-    rule = LevenbergMarquardt(minimum=0.25, maximum=64.0)
-    optimizer = SHF(network(), "mse", solver=LSMR(maxiter=7), warm_start=0.5, damping=rule)
-    take(optimizer, batch())
-    in_force = optimizer.settings
-    assert in_force.damping == LevenbergMarquardt(in_force.damping.initial, drop=0.85, minimum=0.25, maximum=64.0)
-    assert in_force.solver == LSMR(maxiter=7, scale_maxiter=False)
-    assert isinstance(in_force.preconditioner, Kronecker)
+    damping = f"damping={optimizer.settings.damping.initial:.3g}"
+    assert all(word in message for word in ("'cg'", "'kronecker' (every step)", "'layer_rules'", damping))
 
 
 @pytest.mark.parametrize(("inputs", "interval"), [(10, 1), (1000, 10)])
@@ -195,19 +166,6 @@ def test_a_deep_plain_network_leaves_the_mean_of_the_targets() -> None:
     assert SquaredError().value(module(inputs), targets).item() < 0.2
 
 
-def test_the_ratio_is_that_of_the_falls_on_the_next_batch_and_on_the_own() -> None:
-    module = network()
-    optimizer, loss = SHF(module, "mse"), SquaredError()
-    first, second = batch(20, seed=1), batch(20, seed=2)
-    before = loss.value(module(second[0]), second[1]).item()
-    own = take(optimizer, first)
-    after = loss.value(module(second[0]), second[1]).item()
-    report = take(optimizer, second)
-    expected = (after - before) / (own.loss_after - own.loss_before)
-    assert report.next_batch_ratio == pytest.approx(expected, rel=1e-9)
-    assert own.next_batch_ratio is None
-
-
 def test_the_ratio_of_the_next_batch_is_that_of_averaged_gains() -> None:
     module = network()
     optimizer, loss = SHF(module, "mse"), SquaredError()
@@ -255,9 +213,10 @@ def test_the_damping_of_shortened_steps_goes_by_averages_of_what_they_fit(loss: 
     assert shortened > 10
 
 
-def test_a_step_that_harms_the_next_batch_is_taken_back() -> None:
+@pytest.mark.parametrize("layers", [[], [nn.BatchNorm1d(4)]], ids=["plain", "batch normalisation"])
+def test_a_step_that_harms_the_next_batch_is_taken_back(layers: list[nn.Module]) -> None:
     torch.manual_seed(0)
-    module = nn.Linear(4, 2).double()
+    module = nn.Sequential(*layers, nn.Linear(4, 2)).double()
     optimizer, loss = SHF(module, "mse"), SquaredError()
     inputs, targets = batch(20)
     at_start = loss.value(module(inputs), -5 * targets).item()
@@ -265,6 +224,8 @@ def test_a_step_that_harms_the_next_batch_is_taken_back() -> None:
     report = take(optimizer, (inputs, -5 * targets))
     assert report.loss_before == pytest.approx(at_start, rel=1e-12)
     assert report.step_scale < 0.5
+    assert all(layer.num_batches_tracked == 3 for layer in layers)  # once by each step, and once above
+    assert report.loss_after == pytest.approx(loss.value(module(inputs), -5 * targets).item(), rel=1e-12)
 
 
 def test_a_small_rise_of_a_large_loss_is_no_harm() -> None:
@@ -274,27 +235,6 @@ def test_a_small_rise_of_a_large_loss_is_no_harm() -> None:
     take(optimizer, (ones, ones))
     before = SquaredError().value(module(3 * ones), -100 * ones).item()
     assert take(optimizer, (3 * ones, -100 * ones)).loss_before == pytest.approx(before, rel=1e-12) != 5000
-
-
-def test_the_loss_after_a_shortened_step_is_that_at_the_new_weights() -> None:
-    torch.manual_seed(0)
-    module = nn.Linear(4, 2).double()
-    optimizer = SHF(module, "mse")
-    inputs, targets = batch(20)
-    take(optimizer, (inputs, 5 * targets))
-    report = take(optimizer, (inputs, -5 * targets))
-    assert report.step_scale < 1.0
-    assert report.loss_after == pytest.approx(SquaredError().value(module(inputs), -5 * targets).item(), rel=1e-12)
-
-
-def test_batch_norm_statistics_are_updated_once_by_a_step_that_takes_the_last_one_back() -> None:
-    torch.manual_seed(0)
-    norm = nn.BatchNorm1d(4)
-    optimizer = SHF(nn.Sequential(norm, nn.Linear(4, 2)).double(), "mse")
-    inputs, targets = batch(20)
-    take(optimizer, (inputs, 5 * targets))
-    assert take(optimizer, (inputs, -5 * targets)).step_scale < 0.5
-    assert norm.num_batches_tracked == 2
 
 
 def test_full_batches_are_fitted_by_full_steps() -> None:
@@ -324,42 +264,25 @@ class Anchored(Skipping):
         return super().forward(x) * anchor
 
 
-@pytest.mark.parametrize("build, exact", [(Borrowing, True), (Skipping, False)])
-def test_the_variance_that_layers_do_not_show_or_are_not_asked_for_is_that_of_the_two_halves(
-    build: type[nn.Module], exact: bool
+@pytest.mark.parametrize(
+    ("build", "exact", "parts"),
+    [(Borrowing, True, (5, 6)), (Skipping, False, (5, 6)), (Skipping, True, (1,) * 11), (Anchored, True, (1,) * 11)],
+)
+def test_the_variance_is_that_of_single_samples_or_of_the_two_halves_that_layers_do_not_show_or_are_not_asked_for(
+    build: type[nn.Module], exact: bool, parts: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
     module, (inputs, _) = build().double(), batch(11)
-    targets = torch.zeros(11, 4, dtype=torch.float64)
-    halves = []
-    for rows in (slice(5), slice(5, None)):
-        module.zero_grad()
-        SquaredError().value(module(inputs[rows]), targets[rows]).backward()
-        halves.append(flat({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}))
-    expected = (halves[0] - halves[1]).square().sum().item() / (1 / 5 + 1 / 6)
+    targets, gradients = torch.zeros(11, 4, dtype=torch.float64), []
+    for x, y in zip(inputs.split(parts), targets.split(parts), strict=True):
+        loss = SquaredError().value(module(x), y)
+        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.parameters()))]))
+    expected = torch.stack(gradients).var(0).sum().item()
+    if len(parts) == 2:
+        expected *= 2 / (1 / parts[0] + 1 / parts[1])
     optimizer = SHF(module, "mse")
     optimizer.exact_variance = exact
-    report = take(optimizer, (inputs, targets))
-    assert report.gradient_variance == pytest.approx(expected, rel=1e-9)
-
-
-@pytest.mark.parametrize("build", [Skipping, Anchored])
-def test_the_exact_variance_is_that_of_single_samples(build: type[nn.Module]) -> None:
-    torch.manual_seed(0)
-    module, (inputs, _) = build().double(), batch(11)
-    targets = torch.zeros(11, 4, dtype=torch.float64)
-    rows = []
-    for x, y in zip(inputs, targets, strict=True):
-        module.zero_grad()
-        SquaredError().value(module(x[None]), y[None]).backward()
-        rows.append(flat({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}))
-    optimizer = SHF(module, "mse")
-    optimizer.exact_variance = True
-    report = take(optimizer, (inputs, targets))
-    assert report.gradient_variance == pytest.approx(torch.stack(rows).var(0).sum().item(), rel=1e-9)
-
-
-# Resuming
+    assert take(optimizer, (inputs, targets)).gradient_variance == pytest.approx(expected, rel=1e-9)
 
 
 # Boundaries
@@ -384,19 +307,3 @@ def test_a_forward_that_changes_its_input_in_place_is_refused(options: dict[str,
     with pytest.raises(ValueError, match=r"changes its inputs in place.*x\.clone\(\)"):
         take(SHF(module, "mse", **options), batch())
     assert torch.equal(weights(module), before)
-
-
-class Rising(SquaredError):
-    """Its value has the opposite sign: no step lowers it."""
-
-    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return -super().value(outputs, targets)
-
-
-@pytest.mark.parametrize("rule", [NextBatch(drop=0.01), LevenbergMarquardt(1.0, drop=0.01)], ids=str)
-@pytest.mark.filterwarnings("ignore:SHF. no step")
-def test_the_damping_of_a_run_that_fails_for_ever_is_bounded(rule: NextBatch | LevenbergMarquardt) -> None:
-    optimizer = SHF(network(torch.float32), Rising(), damping=rule)
-    for _ in range(20):
-        take(optimizer, batch(dtype=torch.float32))
-        assert optimizer.damping <= optimizer.settings.damping.maximum <= 1e9  # type: ignore[operator]

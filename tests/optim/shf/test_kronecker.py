@@ -4,6 +4,7 @@ import copy
 import itertools
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,33 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_struct.optim import CG, LSMR, SHF, Kronecker, LevenbergMarquardt, StepReport, memory
-from lightning_struct.optim.shf.outputs.preconditioner import BlockPreconditioner, Factors, KroneckerFactors
-from tests.cases import CASES, Case, First, flat, mlp, shared_layer_mlp, trainable
+from lightning_struct.optim import CG, LSMR, SHF, Kronecker, LevenbergMarquardt, memory
+from lightning_struct.optim.shf.outputs.preconditioner import Factors, KroneckerFactors
+from tests.cases import CASES, Case, First, mlp, shared_layer_mlp, trainable
 from tests.optim.helpers import RecordingLoss, dense_direction, dense_model, gaussian
-
-
-def network(dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(0)
-    return mlp().to(dtype)
-
-
-def batch(n: int = 12, seed: int = 1, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    inputs = gaussian(n, 4, seed=seed)
-    targets = (inputs @ gaussian(4, 2, seed=99)).tanh() + 0.1 * gaussian(n, 2, seed=seed + 1)
-    return inputs.to(dtype), targets.to(dtype)
+from tests.optim.shf.test_shf import batch, network, take, weights
 
 
 def make(module: nn.Module, loss: Any = "mse", **options: Any) -> SHF:
     return SHF(module, loss, **{"damping": 0.5, "preconditioner": "kronecker", **options})
-
-
-def take(optimizer: SHF, data: tuple[Any, Tensor]) -> StepReport:
-    return optimizer.step(inputs=data[0], targets=data[1])
-
-
-def weights(module: nn.Module) -> Tensor:
-    return flat(trainable(module)).clone()
 
 
 def factors(optimizer: SHF) -> dict[str, dict[str, Tensor]]:
@@ -112,8 +95,7 @@ def test_every_layer_takes_the_step_that_it_takes_without_factors(case: Case) ->
     torch.testing.assert_close(weights(module), weights(plain), rtol=0, atol=1e-8)
 
 
-# --- the factors are what they are said to be
-# --------------------------------------------------------------------------
+# --- the factors ---
 
 
 def explicit_factors(
@@ -220,26 +202,6 @@ def test_factors_are_updated_every_so_many_steps() -> None:
     assert [torch.equal(a, b) for a, b in itertools.pairwise(seen)] == [True, True, False, True]
 
 
-@pytest.mark.parametrize(("raised", "expected"), [(1.4, 2), (1.6, 3)])
-def test_the_factors_are_damped_anew_within_an_interval_only_where_the_damping_rose_much(
-    raised: float, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    damped: list[float] = []
-    preconditioner = KroneckerFactors.preconditioner
-
-    def noted(self: KroneckerFactors, factors: Factors, damping: float) -> BlockPreconditioner:
-        damped.append(damping)
-        return preconditioner(self, factors, damping)
-
-    monkeypatch.setattr(KroneckerFactors, "preconditioner", noted)
-    optimizer = make(network(), preconditioner=Kronecker(interval=3), damping=LevenbergMarquardt(0.5, drop=None))
-    first = optimizer.damping
-    for seed, damping in enumerate((first, first, raised * first, first)):
-        optimizer.damping = damping
-        take(optimizer, batch(seed=seed))
-    assert len(damped) == expected
-
-
 # --- which block a parameter is in -----------------------------------------------------------------------------------
 
 
@@ -272,63 +234,82 @@ def test_the_summary_names_every_parameter_its_form_and_the_memory() -> None:
     assert optimizer.summary().splitlines()[-1].split() == ["total", f"{2 * 4 * numbers / 1024:.1f}", "KiB"]
 
 
-def test_a_side_above_the_largest_size_is_a_diagonal() -> None:
-    optimizer = make(network(), preconditioner=Kronecker(max_size=5))
-    assert forms(optimizer) == {
-        "0.weight, 0.bias": "kronecker: 5 inputs x 5 outputs",
-        "2.weight, 2.bias": "kronecker: 6 inputs (diagonal) x 3 outputs",
-        "4.weight, 4.bias": "kronecker: 4 inputs x 2 outputs",
-    }
-    take(optimizer, batch())
-    assert factors(optimizer)["2.weight"]["inputs"].shape == (1, 6)
+class LanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens.long() % 7).mean(1))
 
 
-def test_a_transposed_convolution_has_a_diagonal() -> None:
-    assert set(forms(make(nn.Sequential(nn.ConvTranspose1d(2, 3, 3)))).values()) == {"diagonal"}
-
-
-def test_tied_weights_share_a_block_and_keep_their_own_biases() -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)).double()
+def tied() -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
     module[2].weight = module[0].weight
-    optimizer = make(module)
-    assert forms(optimizer) == {
-        "0.weight": "kronecker: 4 inputs x 4 outputs",
-        "0.bias": "kronecker: 1 inputs x 4 outputs",
-        "2.bias": "kronecker: 1 inputs x 4 outputs",
-        "3.weight, 3.bias": "kronecker: 5 inputs x 2 outputs",
-    }
-    take(optimizer, batch())
-    assert module[2].weight is module[0].weight
+    return module
 
 
-def test_a_weight_that_is_also_an_embedding_has_a_diagonal() -> None:
-    class LanguageModel(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.head(self.embedding(tokens).mean(1))
-
-    torch.manual_seed(0)
-    module = LanguageModel().double()
-    optimizer = make(module, "cross_entropy")
-    assert forms(optimizer) == {"embedding.weight": "diagonal", "head.bias": "kronecker: 1 inputs x 7 outputs"}
-    tokens = torch.randint(0, 7, (10, 3))
-    report = take(optimizer, (tokens, tokens[:, 0]))
-    assert report.loss_after < report.loss_before
-
-
-def test_a_frozen_weight_leaves_a_block_of_its_bias() -> None:
-    module = network()
+def partly_frozen() -> nn.Module:
+    module = mlp()
     module[0].weight.requires_grad_(False)
-    optimizer = make(module)
-    assert list(forms(optimizer)) == ["0.bias", "2.weight, 2.bias", "4.weight, 4.bias"]
-    before = module[0].weight.clone()
-    report = take(optimizer, batch())
-    assert torch.equal(module[0].weight, before) and report.loss_after < report.loss_before
+    return module
+
+
+FORMS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, str]]] = {
+    "a side above the largest size": (
+        mlp,
+        Kronecker(max_size=5),
+        {
+            "0.weight, 0.bias": "kronecker: 5 inputs x 5 outputs",
+            "2.weight, 2.bias": "kronecker: 6 inputs (diagonal) x 3 outputs",
+            "4.weight, 4.bias": "kronecker: 4 inputs x 2 outputs",
+        },
+    ),
+    "transposed convolution": (
+        lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.ConvTranspose1d(2, 2, 3), nn.Flatten()),
+        "kronecker",
+        {"1.weight": "diagonal", "1.bias": "diagonal"},
+    ),
+    "tied weights, which keep their own biases": (
+        tied,
+        "kronecker",
+        {
+            "0.weight": "kronecker: 4 inputs x 4 outputs",
+            "0.bias": "kronecker: 1 inputs x 4 outputs",
+            "2.bias": "kronecker: 1 inputs x 4 outputs",
+            "3.weight, 3.bias": "kronecker: 5 inputs x 2 outputs",
+        },
+    ),
+    "a weight that is also an embedding": (
+        LanguageModel,
+        "kronecker",
+        {"embedding.weight": "diagonal", "head.bias": "kronecker: 1 inputs x 7 outputs"},
+    ),
+    "a frozen weight": (
+        partly_frozen,
+        "kronecker",
+        {
+            "0.bias": "kronecker: 1 inputs x 5 outputs",
+            "2.weight, 2.bias": "kronecker: 6 inputs x 3 outputs",
+            "4.weight, 4.bias": "kronecker: 4 inputs x 2 outputs",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "preconditioner", "expected"), FORMS.values(), ids=FORMS)
+def test_each_parameter_has_a_block_of_the_right_form_and_trains(
+    build: Callable[[], nn.Module], preconditioner: Any, expected: dict[str, str]
+) -> None:
+    torch.manual_seed(0)
+    module, inputs = build().double(), gaussian(12, 4, seed=1)
+    optimizer = make(module, preconditioner=preconditioner)
+    assert forms(optimizer) == expected
+    report = take(optimizer, (inputs, torch.zeros_like(module(inputs))))
+    assert report.loss_after < report.loss_before
+    if preconditioner != "kronecker":
+        assert factors(optimizer)["2.weight"]["inputs"].shape == (1, 6)
 
 
 def test_a_layer_that_is_not_called_is_named_once() -> None:
@@ -351,33 +332,18 @@ def test_a_layer_that_is_not_called_is_named_once() -> None:
         take(optimizer, batch(seed=2))
 
 
-@pytest.mark.parametrize("preconditioner", ["kronecker", "diagonal"])
-def test_a_layer_that_is_registered_twice_keeps_its_parameters(preconditioner: str) -> None:
-    torch.manual_seed(0)
-    module = shared_layer_mlp().double()
-    parameters = list(module.parameters())
-    optimizer = make(module, preconditioner=preconditioner)
-    take(optimizer, (gaussian(12, 4, seed=1), gaussian(12, 4, seed=2)))
-    assert [id(p) for p in module.parameters()] == [id(p) for p in parameters]
-
-
 # --- what they are for -----------------------------------------------------------------------------------------------
-
-
-def iterations(module: nn.Module, data: tuple[Tensor, Tensor], **options: Any) -> int:
-    """LSMR iterations to a fixed residual."""
-    optimizer = make(copy.deepcopy(module), **{"solver": LSMR(damping_space="x", maxiter=2000, atol=1e-4), **options})
-    return take(optimizer, data).solver_iterations
 
 
 def test_a_regression_of_one_output_takes_a_few_iterations() -> None:
     """G is 1 then, and G ⊗ A the Gauss-Newton matrix itself."""
-    module = nn.Linear(20, 1).double()
-    scales = torch.logspace(0, 3, 20, dtype=torch.float64)
+    scales, iterations = torch.logspace(0, 3, 20, dtype=torch.float64), []
     data = (gaussian(100, 20, seed=1) * scales, gaussian(100, 1, seed=2))
-    options = {"damping": 1e-4, "solver": LSMR(damping_space="x", maxiter=2000, atol=1e-8)}
-    assert iterations(module, data, **options) <= 4
-    assert iterations(module, data, preconditioner=None, **options) > 25
+    for preconditioner in ("kronecker", None):
+        options = {"damping": 1e-4, "solver": LSMR(damping_space="x", maxiter=2000, atol=1e-8)}
+        optimizer = make(nn.Linear(20, 1).double(), preconditioner=preconditioner, **options)
+        iterations.append(take(optimizer, data).solver_iterations)
+    assert iterations[0] <= 4 and iterations[1] > 25
 
 
 def test_bfloat16_autocast_keeps_float32_factors() -> None:
@@ -390,16 +356,6 @@ def test_bfloat16_autocast_keeps_float32_factors() -> None:
 
 
 # --- saving, loading, copying ----------------------------------------------------------------------------------------
-
-
-def test_a_state_without_factors_continues_with_new_ones() -> None:
-    module = network()
-    diagonal = make(module, preconditioner="diagonal", solver=LSMR(damping_space="x"))
-    take(diagonal, batch(seed=1))
-    optimizer = make(module)
-    optimizer.load_state_dict(diagonal.state_dict())
-    report = take(optimizer, batch(seed=2))
-    assert report.loss_after < report.loss_before
 
 
 def test_factors_of_other_options_are_refused() -> None:

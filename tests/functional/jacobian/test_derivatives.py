@@ -45,6 +45,7 @@ def test_laplacian_is_over_the_coordinates_of_space(points):
     torch.testing.assert_close(laplacian(polynomial, points, coordinates=[0, 1]), 6 * x * y)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("bias", "periodic"), [(True, ()), (False, ()), (True, (0,)), (False, (2, 1))])
 @pytest.mark.parametrize(
     ("once", "twice", "thrice"),
@@ -68,6 +69,7 @@ def test_network_carries_the_derivatives_of_torch(points, once, twice, thrice, b
     torch.testing.assert_close(found.values, expected.values)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("periodic", [(), (2,)])
 @pytest.mark.parametrize("coordinates", [[0], [2, 0], [0, 1, 2]])
 @pytest.mark.parametrize("hidden", [1, 2])
@@ -95,11 +97,6 @@ def test_derivatives_can_be_differentiated_in_the_weights(points):
     assert torch.autograd.gradcheck(loss, tuple(layers.parameters()))
 
 
-def test_values_that_are_no_number_per_point_are_refused(points):
-    with pytest.raises(ValueError, match=r"values \(5, 1\) at 5 points.*squeeze"):
-        partial_derivatives(nn.Linear(3, 1).double(), points, once=[0])
-
-
 @pytest.mark.parametrize(
     ("function", "shape", "arguments", "message"),
     [
@@ -113,11 +110,6 @@ def test_values_that_are_no_number_per_point_are_refused(points):
 def test_an_error_names_points_and_coordinates(function, shape, arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         partial_derivatives(function, torch.zeros(shape), **arguments)
-
-
-def test_other_layers_are_refused(points):
-    with pytest.raises(TypeError, match="not Sigmoid"):
-        tanh_network_derivatives([nn.Sigmoid()], points, [], [0])
 
 
 @torch.inference_mode()

@@ -75,22 +75,19 @@ def test_certified_values_are_reached(name, start):
     torch.testing.assert_close(fit.residuals, f(x, *fit.parameters) - y)
 
 
-@pytest.mark.parametrize("copies", [1, 3], ids=["by QR", "by Cholesky"])
-def test_fits_of_a_batch_are_those_of_each_alone(decays, copies):
+@pytest.mark.parametrize("leading", [(40,), (8, 5), (3, 40)], ids=["by QR", "two dimensions", "by Cholesky"])
+def test_fits_of_a_batch_are_those_of_each_alone(decays, leading):
     x, y, _ = decays
-    fits = curve_fit(decay, x, y.repeat(copies, 1), torch.ones(40 * copies, 3, dtype=torch.float64))
-    assert fits.converged.all() and len(fits.reason) == 40 * copies
+    y = y.expand(3, 40, 30) if leading == (3, 40) else y.reshape(*leading, 30)
+    fits = curve_fit(decay, x, y, torch.ones(*leading, 3, dtype=torch.float64))
+    assert fits.converged.all() and fits.converged.shape == fits.steps.shape == leading
     for index in (0, 17):
-        alone = curve_fit(decay, x, y[index], [1.0, 1.0, 1.0])
+        place = np.unravel_index(index, leading)
+        alone = curve_fit(decay, x, y[place], [1.0, 1.0, 1.0])
         for name in ("parameters", "covariance", "residuals"):
-            torch.testing.assert_close(getattr(fits, name)[index], getattr(alone, name), rtol=1e-5, atol=1e-8)
-
-
-def test_leading_dimensions_are_those_of_the_first_parameters(decays):
-    x, y, _ = decays
-    fits = curve_fit(decay, x.expand(8, 5, 30), y.reshape(8, 5, 30), torch.ones(8, 5, 3, dtype=torch.float64))
-    assert fits.parameters.shape == (8, 5, 3) and fits.covariance.shape == (8, 5, 3, 3)
-    assert fits.steps.shape == fits.converged.shape == (8, 5) and fits.residuals.shape == (8, 5, 30)
+            torch.testing.assert_close(getattr(fits, name)[place], getattr(alone, name), rtol=1e-5, atol=1e-8)
+    cut_off = curve_fit(decay, x, y[place], [1.0, 1.0, 1.0], max_steps=1)
+    assert cut_off.reason == ["max_steps"] and not cut_off.converged and cut_off.steps == 1
 
 
 def test_a_curve_whose_rows_depend_on_each_other_has_the_right_derivatives(decays):
@@ -123,25 +120,21 @@ def test_covariance_is_that_of_linear_regression():
     torch.testing.assert_close(absolute.covariance, torch.linalg.inv(A.T @ A))
 
 
-def test_a_fit_within_bounds_rests_on_them_and_has_the_others_at_their_minimum(decays):
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_fit_within_bounds_rests_on_them_and_has_the_others_at_their_minimum(decays, at):
     x, y, _ = decays
-    free = curve_fit(decay, x, y[0], [1.0, 1.0, 1.0]).parameters
-    bounds = ([0.0, 0.0, float(free[2]) + 0.1], [math.inf, math.inf, 5.0])
-    fit = curve_fit(decay, x, y[0], [1.0, 1.0, 2.0], bounds=bounds)
-    held = curve_fit(lambda x, a, b: decay(x, a, b, float(bounds[0][2])), x, y[0], [1.0, 1.0])
-    assert fit.converged and float(fit.parameters[2]) == bounds[0][2]
-    torch.testing.assert_close(fit.parameters[:2], held.parameters, rtol=1e-6, atol=0)
-    assert fit.covariance[2].eq(0).all()
-    torch.testing.assert_close(fit.covariance[:2, :2], held.covariance * 28 / 27, rtol=1e-4, atol=0)
+    bound = float(curve_fit(decay, x, y[0], [1.0, 1.0, 1.0]).parameters[at]) + 0.1
+    lower, start = [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]
+    lower[at], start[at] = bound, bound + 1
 
+    def held(x, first, second):
+        return decay(x, bound, first, second) if at == 0 else decay(x, first, second, bound)
 
-def test_the_covariance_of_the_others_is_right_if_the_first_parameter_rests_on_a_bound(decays):
-    x, y, _ = decays
-    first = float(curve_fit(decay, x, y[0], [1.0, 1.0, 1.0]).parameters[0]) + 0.1
-    fit = curve_fit(decay, x, y[0], [first + 1, 1.0, 1.0], bounds=([first, 0.0, 0.0], [5.0, 5.0, 5.0]))
-    held = curve_fit(lambda x, b, c: decay(x, first, b, c), x, y[0], [1.0, 1.0])
-    assert float(fit.parameters[0]) == first
-    torch.testing.assert_close(fit.covariance[1:, 1:], held.covariance * 28 / 27, rtol=1e-4, atol=0)
+    fit, expected = curve_fit(decay, x, y[0], start, bounds=(lower, 5.0)), curve_fit(held, x, y[0], [1.0, 1.0])
+    others = torch.tensor([index for index in range(3) if index != at])
+    assert fit.converged and float(fit.parameters[at]) == bound and fit.covariance[at].eq(0).all()
+    torch.testing.assert_close(fit.parameters[others], expected.parameters, rtol=1e-6, atol=0)
+    torch.testing.assert_close(fit.covariance[others][:, others], expected.covariance * 28 / 27, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("loss", ["soft_l1", "huber", "cauchy"])
@@ -169,12 +162,6 @@ def test_a_fit_that_fails_is_marked_and_the_others_go_on(decays):
     fits = curve_fit(decay, x, damaged, torch.ones(4, 3, dtype=torch.float64))
     assert fits.converged.tolist() == [True, True, False, True] and fits.reason[2] == "not_finite"
     torch.testing.assert_close(fits.parameters[3], curve_fit(decay, x, y[3], [1.0, 1.0, 1.0]).parameters)
-
-
-def test_a_fit_that_is_cut_off_says_so(decays):
-    x, y, _ = decays
-    fit = curve_fit(decay, x, y[0], [1.0, 1.0, 1.0], max_steps=1)
-    assert fit.reason == ["max_steps"] and not fit.converged and fit.steps == 1
 
 
 @pytest.mark.parametrize("values", [3, 30], ids=["no degrees of freedom", "singular"])

@@ -1,19 +1,14 @@
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
-from threading import Barrier
 from typing import Any
 
 import numpy as np
 import pytest
 import scipy.sparse.linalg
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_struct.functional import LeastSquaresResult, lsmr
+from lightning_struct.functional import lsmr
 from lightning_struct.functional.solvers.conjugate_gradient import conjugate_gradient
 from tests.cases import Triangular, gaussian, triangular
 
@@ -36,14 +31,6 @@ def dense_solution(
     return torch.linalg.lstsq(torch.cat([matrix, below]), torch.cat([b, right])).solution
 
 
-class Identity:
-    def solve(self, y: Any) -> Any:
-        return y
-
-    def solve_transpose(self, x: Any) -> Any:
-        return x
-
-
 # --- against SciPy, iterate by iterate -------------------------------------------------------------------------------
 
 
@@ -63,32 +50,6 @@ def test_iterates_and_norms_are_those_of_scipy(
     assert result.iterations == done == iterations
     np.testing.assert_allclose(result.x.numpy(), x, rtol=0, atol=1e-10)
     np.testing.assert_allclose([result.residual_norm, result.normal_residual_norm], norms[:2], rtol=0, atol=1e-10)
-
-
-# --- the first product with the transpose ----------------------------------------------------------------------------
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("preconditioner", [None, gaussian(5, seed=4).abs() + 0.2, Triangular(triangular(5, seed=5))])
-@pytest.mark.parametrize("started", [False, True], ids=["from_zero", "from_x0"])
-def test_a_known_gradient_saves_the_first_product_with_the_transpose(preconditioner: Any, started: bool) -> None:
-    matrix, b = gaussian(9, 5, seed=0), gaussian(9, seed=1)
-    x0 = gaussian(5, seed=2) if started else None
-    gradient = matrix.T @ (b if x0 is None else b - matrix @ x0)
-    results, counts = [], []
-    for known in (None, gradient):
-        products: list[Tensor] = []
-
-        def rmatvec(u: Tensor, products: list[Tensor] = products) -> Tensor:
-            products.append(u)
-            return matrix.T @ u
-
-        options = {"damp": 0.7, "x0": x0, "preconditioner": preconditioner, "damping_space": "x", **THREE_STEPS}
-        results.append(lsmr(matrix.matmul, rmatvec, b, gradient=known, **options))
-        counts.append(len(products))
-    assert counts == [4, 3]
-    torch.testing.assert_close(results[1].x, results[0].x)
-    assert results[1].residual_norm == pytest.approx(results[0].residual_norm, rel=1e-5)
 
 
 # --- against dense solves --------------------------------------------------------------------------------------------
@@ -122,10 +83,12 @@ def test_solution_is_that_of_the_dense_damped_problem(
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("center", ["start", "origin", "vector"])
 @pytest.mark.parametrize("space", ["y", "x"])
-def test_reported_norms_are_those_of_the_damped_problem_midway(center: str, space: str) -> None:
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_reported_norms_are_those_of_the_damped_problem_midway(center: str, space: str, with_gradient: bool) -> None:
     matrix, b, start = gaussian(9, 6, seed=13), gaussian(9, seed=14), gaussian(6, seed=15)
     scale, vector = gaussian(6, seed=16).abs() + 0.2, gaussian(6, seed=17)
     options = {"damp": 0.8, "x0": start, "damping_center": vector if center == "vector" else center}
+    options["gradient"] = matrix.T @ (b - matrix @ start) if with_gradient else None
     result = lsmr(*operators(matrix), b, preconditioner=scale, damping_space=space, **options, **THREE_STEPS)
     point = {"start": start, "origin": torch.zeros_like(start), "vector": vector}[center]
     weight = 1.0 / scale if space == "y" else torch.ones_like(scale)
@@ -206,7 +169,7 @@ def test_a_start_that_solves_the_problem_and_one_that_maxiter_zero_keeps_are_ret
 
 
 @pytest.mark.parametrize(
-    "preconditioner", [None, torch.full((6,), 0.5, dtype=torch.float64), Identity()], ids=["none", "scale", "object"]
+    "preconditioner", [None, torch.full((6,), 0.5, dtype=torch.float64), Triangular(triangular(6, seed=12))]
 )
 def test_a_true_value_of_the_callback_ends_the_solve_and_what_it_kept_does_not_change(preconditioner: Any) -> None:
     matrix, b = gaussian(9, 6, seed=0), gaussian(9, seed=1)
@@ -290,36 +253,6 @@ def test_float32_numbers_whose_squares_are_out_of_range_are_solved(scale: float,
     torch.testing.assert_close(x, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("center", "space"), [("start", "y"), ("origin", "x")], ids="-".join)
-def test_rows_on_several_processes_give_the_solve_of_all_rows(center: str, space: str) -> None:
-    matrix, b, start = gaussian(9, 5, seed=0), gaussian(9, seed=1), gaussian(5, seed=2)
-    options: dict[str, Any] = {"damp": 0.5, "x0": start, "damping_center": center, "damping_space": space}
-    options |= {"preconditioner": gaussian(5, seed=3).abs() + 0.2, **THREE_STEPS}
-    shards = (slice(0, 2), slice(2, 9))
-    slots: list[Tensor | None] = [None, None]
-    barrier = Barrier(2, timeout=30)
-
-    def solve(rank: int) -> LeastSquaresResult:
-        def all_reduce(t: Tensor) -> Tensor:
-            slots[rank] = t
-            barrier.wait()
-            total = slots[0] + slots[1]  # type: ignore[operator]
-            barrier.wait()
-            return total
-
-        rows = matrix[shards[rank]]
-        return lsmr(
-            lambda x: rows @ x, lambda u: all_reduce(rows.T @ u), b[shards[rank]], all_reduce=all_reduce, **options
-        )
-
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(solve, range(2)))
-    whole = lsmr(*operators(matrix), b, **options)
-    assert torch.equal(results[0].x, results[1].x)
-    torch.testing.assert_close(results[0].x, whole.x, rtol=0, atol=1e-12)
-    assert results[1].residual_norm == pytest.approx(whole.residual_norm, rel=1e-12)
-
-
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -338,19 +271,15 @@ def test_nan_or_infinity_is_an_error(bad: float, place: str) -> None:
         )
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"damp": -1.0}, "damp must be finite and >= 0, got -1.0"),
         ({"damp": math.nan}, "damp .* got nan"),
-        ({"damp": math.inf}, "damp .* got inf"),
         ({"damping_space": "z"}, "damping_space must be 'y' or 'x', got 'z'"),
         ({"damping_center": "end"}, "damping_center .* got 'end'"),
         ({"maxiter": -1}, "maxiter.* -1"),
         ({"atol": -1e-3}, "atol.* -0.001"),
-        ({"btol": -1e-3}, "btol.* -0.001"),
-        ({"atol": math.nan}, "atol.* nan"),
         ({"preconditioner": torch.ones(5, dtype=torch.float64)}, r"preconditioner .*\(5,\).*\(4,\)"),
         ({"preconditioner": {"a": torch.ones(4, dtype=torch.float64)}}, r"preconditioner .*\['a'\].* a tensor"),
         ({"damping_center": torch.ones(5, dtype=torch.float64), "damp": 1.0}, r"damping_center .*\(5,\).*\(4,\)"),
@@ -381,14 +310,6 @@ def test_a_vector_of_another_structure_is_refused_before_it_is_broadcast(
         lsmr(product, lambda u: u, b, x0=x0)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float16, torch.bfloat16], ids=str)
-def test_other_numbers_than_float32_and_float64_are_refused(dtype: torch.dtype) -> None:
-    matrix = torch.eye(2, dtype=dtype)
-    with pytest.raises(TypeError, match=f"b must hold float32 or float64 numbers, got {dtype}"):
-        lsmr(*operators(matrix), torch.ones(2, dtype=dtype))
-
-
 @pytest.mark.parametrize("solver", [lsmr, conjugate_gradient])
 def test_an_operator_of_parameters_can_be_solved_with(solver: Any) -> None:
     matrix = gaussian(5, 5, seed=0)
@@ -398,30 +319,3 @@ def test_an_operator_of_parameters_can_be_solved_with(solver: Any) -> None:
     solution = solver(*products, b, x0=torch.zeros(5, dtype=b.dtype)).x
     assert not solution.requires_grad
     torch.testing.assert_close(matrix @ solution, b, rtol=0, atol=1e-4)
-
-
-# --- laws ------------------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[Tensor, Tensor, float]:
-    m, n, seed = draw(st.integers(1, 8)), draw(st.integers(1, 8)), draw(st.integers(0, 10_000))
-    damp = draw(st.sampled_from([0.0, 0.1, 1.0, 10.0]))
-    matrix = gaussian(m, n, seed=seed)
-    if draw(st.booleans()):
-        matrix = matrix * torch.logspace(0, 2, n, dtype=torch.float64)
-    return matrix, gaussian(m, seed=seed + 1), damp
-
-
-@given(problems())
-@settings(max_examples=40)
-def test_each_iteration_lowers_the_residual_and_the_normal_residual(problem: tuple[Tensor, Tensor, float]) -> None:
-    matrix, b, damp = problem
-    iterates = [torch.zeros(matrix.shape[1], dtype=torch.float64)]
-    options = {"damp": damp, "atol": 1e-12, "btol": 1e-12}
-    lsmr(*operators(matrix), b, callback=lambda _, solution: iterates.append(solution()), **options)
-    residuals = [torch.cat([b - matrix @ x, -damp * x]) for x in iterates]
-    normals = [matrix.T @ r[: b.numel()] + damp * r[b.numel() :] for r in residuals]
-    for vectors in (residuals, normals):
-        norms = [vector.norm().item() for vector in vectors]
-        assert all(after <= before + 1e-9 * norms[0] for before, after in pairwise(norms))

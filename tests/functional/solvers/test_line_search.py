@@ -55,7 +55,7 @@ def test_an_option_out_of_range_is_named(options: dict[str, Any]) -> None:
 
 
 @given(st.floats(0.01, 1e4), st.floats(-1e3, -1e-3), st.floats(1e-4, 0.49))
-@settings(max_examples=200)
+@settings(max_examples=50)
 def test_on_a_parabola_the_step_is_the_largest_power_of_a_half_that_meets_armijo(
     curvature: float, slope: float, alpha: float
 ) -> None:

@@ -43,7 +43,7 @@ def test_members_of_ldr_sd_are_found_by_least_squares_alone(n, corner, rank):
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("cls", CLASSES)
-@pytest.mark.parametrize("n", [32, 256])
+@pytest.mark.parametrize("n", [32, 128])
 @pytest.mark.parametrize(("name", "rank"), [("LegT", 2), ("LagT", 1)])
 def test_scaled_toeplitz_matrices_of_hippo_are_members(cls, n, name, rank):
     found = cls.from_linear(linear_of(hippo(name, n)), rank=rank, refine=0)
@@ -52,7 +52,7 @@ def test_scaled_toeplitz_matrices_of_hippo_are_members(cls, n, name, rank):
 
 @pytest.mark.slow
 def test_the_scaled_legendre_matrix_of_hippo_is_near():
-    found = LDRTridiagonal.from_linear(linear_of(hippo("LegS", 32)), rank=2)
+    found = LDRTridiagonal.from_linear(linear_of(hippo("LegS", 16)), rank=2)
     assert found.approximation_error < 2e-3
 
 
@@ -77,13 +77,6 @@ def test_balanced_coordinates_are_another_way_to_write_the_matrix(cls, pad):
     coordinates.write_back()
     assert not torch.allclose(moved, expected)
     torch.testing.assert_close(layer.to_dense(), moved)
-
-
-def test_operators_with_zeros_have_no_balanced_coordinates():
-    layer = LDRSubdiagonal(8, 8)
-    with torch.no_grad():
-        layer.subdiagonal_a[3] = 0
-    assert not BalancedCoordinates.are_exact_for(layer)
 
 
 def test_a_layer_whose_operators_have_zeros_is_refined_all_the_same():

@@ -131,7 +131,11 @@ OTHERS = {
 }
 WAYS = TRAINED | OTHERS
 QUICK = ("ldr_sd", "ldr_td")
-LIMITED = {"compiled": list(CLASSES), "exported": [*QUICK, "toeplitz_like"], "frozen, dense, exported": ["ldr_sd"]}
+LIMITED = {  # they take seconds
+    "compiled": [*QUICK, "toeplitz_like", "vandermonde_like", "cauchy_like", "fastfood", "monarch"],
+    "exported": [*QUICK, "toeplitz_like"],
+    "frozen, dense, exported": ["ldr_sd"],
+}
 CASES = [
     pytest.param(name, way, marks=[pytest.mark.slow] * (way in LIMITED and name not in QUICK))
     for name in NAMES
@@ -175,21 +179,6 @@ def test_inputs_of_any_shape_are_multiplied_by_the_dense_matrix(name):
                     close(layer(x).detach(), x @ M.T if layer.bias is None else x @ M.T + layer.bias.detach())
         weights = sum(parameter.numel() for key, parameter in layer.named_parameters() if key != "bias")
         assert layer.weight_parameters == weights and layer.compression_ratio == n * m / weights
-
-
-@pytest.mark.parametrize(
-    "name", [n for n in CLASSES if n not in ("ldr_td", "vandermonde_like", "cauchy_like", "pruned")]
-)
-def test_a_matrix_that_would_be_too_large_is_not_made_in_eval_mode(name, monkeypatch):
-    torch.manual_seed(0)
-    layer, x = CLASSES[name](4100, 4097), torch.randn(3, 4100)
-    for of_class in type(layer).__mro__:
-        for method in {"to_dense", "_dense"} & vars(of_class).keys():
-            monkeypatch.setattr(of_class, method, None)
-    y = layer(x).detach()
-    for _ in range(2):
-        with torch.no_grad():
-            torch.testing.assert_close(layer.eval()(x), y, rtol=1e-3, atol=1e-4 * float(y.abs().max()))
 
 
 @pytest.mark.parametrize("rows", [1, 40])
@@ -357,17 +346,6 @@ def test_a_frozen_dense_model_in_onnx(tmp_path):
 # ---- tools of torch ----
 
 
-@of_each_case
-def test_parameters_are_drawn_after_the_meta_device(name):
-    make_one = functools.partial(FACTORIES[name], 12, 7)
-    torch.manual_seed(0)
-    expected = make_one().state_dict()
-    layer = make_one(device="meta")
-    torch.manual_seed(0)
-    layer.to_empty(device="cpu").reset_parameters()
-    assert all(torch.equal(tensor, expected[key]) for key, tensor in layer.state_dict().items())
-
-
 def test_blocks_are_drawn_after_the_meta_device_from_the_outermost_module_on():
     with torch.device("meta"):
         model = nn.Sequential(BlockStructured(16, 4, 64, functools.partial(LDRSubdiagonal, rank=8)))
@@ -446,7 +424,7 @@ def wrapped(way, model):
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(*(FACTORIES[name](12, 12) for name in NAMES if name != "pruned"))
+    return nn.Sequential(*(FACTORIES[name](12, 12) for name in ("ldr_sd", "cauchy_like", "monarch", "fastfood")))
 
 
 def train(model, x):
@@ -490,7 +468,7 @@ def test_a_compiled_layer_follows_its_operators():
 
 
 # torch 2.6 takes the number of rows of a Fourier transform as a constant.
-@pytest.mark.parametrize("name", ["ldr_sd", "ldr_td"] if IS_OLD else ["ldr_sd", "ldr_td", "toeplitz_like"])
+@pytest.mark.parametrize("name", ["ldr_td"] if IS_OLD else ["ldr_td", "toeplitz_like"])
 def test_a_model_is_exported_with_any_number_of_rows(name):
     torch.manual_seed(0)
     model = nn.Sequential(FACTORIES[name](12, 7)).eval()

@@ -60,12 +60,6 @@ def test_a_class_that_the_model_does_not_have_is_an_error():
         selected(network(), exclude=nn.Embedding)
 
 
-def test_a_module_has_each_of_the_names_of_its_places():
-    linear = nn.Linear(2, 2)
-    model = nn.Sequential(linear, nn.ReLU(), linear)
-    assert Selection(model, include="2").has("2", linear)
-
-
 def test_class_stands_for_all_below_its_modules():
     model = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 1, 8))
     names = selected(model, include=nn.TransformerEncoderLayer)

@@ -54,20 +54,9 @@ def test_the_transpose_of_a_complex_operator_is_not_conjugated():
     assert operator.to_dense().tolist() == [[0, 1j], [2j, 0]]
 
 
-def test_a_corner_can_be_a_number():
-    dense = SubdiagonalOperator(randn(3), torch.tensor(2.0, dtype=torch.float64)).to_dense()
-    assert torch.equal(SubdiagonalOperator(randn(3), 2).to_dense(), dense)
-
-
 def test_a_shift_by_a_number_keeps_the_dtype_of_what_it_shifts():
     assert ShiftOperator(4, 0.5).matvec(randn(4)).dtype == torch.float64
     assert ShiftOperator(4, 0.5).to_dense().dtype == torch.float32
-
-
-def test_a_matrix_becomes_a_dense_operator_and_an_operator_stays_itself():
-    operator, _ = made("subdiagonal", 3)
-    assert as_operator(operator) is operator
-    assert torch.equal(as_operator(randn(3, 3)).to_dense(), randn(3, 3))
 
 
 @pytest.mark.parametrize(
@@ -75,20 +64,13 @@ def test_a_matrix_becomes_a_dense_operator_and_an_operator_stays_itself():
     [
         (lambda: SubdiagonalOperator(randn(3, 1), randn(1)[0]), ValueError, r"subdiagonal .*\(3, 1\)"),
         (lambda: SubdiagonalOperator(randn(3), randn(1)), ValueError, r"corner .*\(1,\)"),
-        (lambda: SubdiagonalOperator(torch.arange(3), randn(1)[0]), TypeError, "subdiagonal .*int64"),
-        (lambda: SubdiagonalOperator(randn(3), None), TypeError, "corner .*NoneType"),
         (lambda: TridiagonalOperator(randn(3), randn(3), randn(2), randn(2)), ValueError, r"subdiagonal .*\(2,\)"),
         (lambda: TridiagonalOperator(randn(2), randn(3), randn(3), randn(2)), ValueError, r"superdiagonal .*\(2,\)"),
         (lambda: TridiagonalOperator(randn(2), randn(3), randn(2), randn(1)), ValueError, r"corners .*\(2,\)"),
-        (lambda: TridiagonalOperator(randn(2), torch.ones(3).int(), randn(2), randn(2)), TypeError, "diagonal .*int32"),
-        (lambda: TridiagonalOperator(randn(0), randn(0), randn(0), randn(2)), ValueError, "diagonal is empty"),
         (lambda: ShiftOperator(0, 1.0), ValueError, "n must be at least 1, got 0"),
-        (lambda: ShiftOperator(3, torch.tensor(1)), TypeError, "f .*int64"),
         (lambda: as_operator(randn(2, 3)), ValueError, r"square .*\(2, 3\)"),
         (lambda: as_operator(randn(2)), ValueError, r"2 dimensions, got shape \(2,\)"),
-        (lambda: as_operator([[1.0]]), TypeError, "operator must be a floating-point tensor, got list"),
         (lambda: ShiftOperator(3, 1.0).matvec(randn(2, 4)), ValueError, r"size 3 .*\(2, 4\)"),
-        (lambda: ShiftOperator(3, 1.0).rmatvec(randn(1)), ValueError, r"size 3 .*\(1,\)"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(make, error, message):

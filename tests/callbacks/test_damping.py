@@ -180,7 +180,7 @@ class Alternating(Network):
         return [DampedSGD(self.layers[0].parameters(), [0.8] * 4), DampedSGD(self.layers[2].parameters(), [0.2] * 2)]
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.dampings.append([optimizer.damping for optimizer in self.trainer.optimizers])
+        self.dampings.append([getattr(optimizer, "damping", None) for optimizer in self.trainer.optimizers])
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["counted steps", "uncounted steps"])
@@ -197,13 +197,10 @@ def test_optimizers_without_damping_are_left_alone(tmp_path):
             adam = torch.optim.Adam(self.layers[2].parameters())
             return [DampedSGD(self.layers[0].parameters(), [0.8] * 4), adam]
 
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            self.dampings.append(self.trainer.optimizers[0].damping)
-
     module = Mixed(raw=False)
     trainer = make_trainer(tmp_path, max_epochs=1, callbacks=[LevenbergMarquardtDamping(drop=0.5)])
     trainer.fit(module, draw_loader(draws=4))
-    assert module.dampings == [4.0, 2.0, 1.0, 0.5]
+    assert [first for first, _ in module.dampings] == [4.0, 2.0, 1.0, 0.5]
 
 
 @pytest.mark.parametrize("failing", [False, True])

@@ -384,14 +384,6 @@ def test_factors_are_pruned_and_parametrized(name, change):
                 torch.testing.assert_close(freeze(layer, dense=dense)(x), y, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_norms_by_hooks_take_generators(norm):
-    layer = norm(FACTORIES["ldr_sd"](12, 7), "H")
-    layer(torch.randn(3, 12)).sum().backward()
-    assert all(parameter.grad is not None for parameter in layer.parameters())
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from lightning_struct.optim import CG, LSMR, SHF, Kronecker, LevenbergMarquardt
 from tests.cases import First, flat, mlp, trainable
 from tests.optim.helpers import gaussian
+from tests.optim.shf.test_kronecker import Offset
+from tests.optim.shf.test_resume import SometimesBorrowing
 from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow
@@ -35,18 +37,6 @@ def recurrent_and_norm() -> nn.Module:
     return nn.Sequential(
         nn.Unflatten(1, (2, 2)), First(nn.GRU(2, 3, batch_first=True)), nn.LayerNorm(3), nn.Flatten(), nn.Linear(6, 2)
     ).double()
-
-
-class Offset(nn.Module):
-    """With a parameter outside of the layers that torch knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offset = nn.Parameter(torch.zeros(4))
-        self.net = mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x + self.offset)
 
 
 def offset() -> nn.Module:
@@ -84,7 +74,8 @@ SCENARIOS = {
         build=recurrent_and_norm,
     ),
     "kronecker_parameter": Scenario(
-        {"preconditioner": "kronecker", "solver": LSMR(maxiter=8), "backend": "double_backward"}, build=offset
+        {"preconditioner": "kronecker", "solver": LSMR(maxiter=8), "backend": "double_backward"},
+        build=offset,
     ),
     "curvature_share": Scenario({"preconditioner": "kronecker", "solver": CG(curvature_share=0.8)}, sizes=EVENER),
     "two_arguments": Scenario({"damping": None}, loss="cross_entropy"),
@@ -168,23 +159,12 @@ def overflowing(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 FAULTS = {"nan": with_nan, "empty": emptied, "overflow": overflowing}
 
 
-class Borrowing(nn.Module):
-    """Uses a weight outside of the layer that owns it too, where the first input is positive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(4, 4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + (x @ self.layer.weight if x[0, 0] > 0 else 0)
-
-
 def step_uncovered_on_one(rank: int) -> dict[str, Any]:
     """The state after a step in which the layers of one process do not show the gradients of its samples."""
-    optimizer, inputs = SHF(Borrowing(), "mse"), gaussian(6, 4, seed=rank).abs()
+    torch.manual_seed(0)
+    optimizer, inputs = SHF(SometimesBorrowing().double(), "mse"), gaussian(6, 4, seed=rank).abs()
     optimizer.exact_variance = True
-    optimizer.step(inputs=inputs if rank else -inputs, targets=torch.zeros(6, 4).double())
+    optimizer.step(inputs=inputs if rank else -inputs, targets=torch.zeros(6, 2).double())
     return {"uncovered": optimizer.state_dict()["state"]["shf"].get("uncovered", False)}
 
 

@@ -78,12 +78,13 @@ def test_curvature_of_a_share_of_the_batch_goes_with_the_gradient_of_all() -> No
     assert (report.batch_size, report.reduction_ratio) == (12, pytest.approx(change, rel=1e-6))
 
 
-SLOW = ("transformer", "lstm_stacked", "attention", "gru")
+def cases_of_layers() -> Any:
+    """Without those that are made of the others."""
+    slow = {"attention": [pytest.mark.slow], "gru": [pytest.mark.slow]}
+    return [pytest.param(c, marks=slow.get(c.name, [])) for c in CASES if c.name not in ("transformer", "lstm_stacked")]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.slow) if c.name in SLOW else c for c in CASES], ids=str
-)
+@pytest.mark.parametrize("case", cases_of_layers(), ids=str)
 def test_every_layer_takes_the_step_that_it_takes_without_factors(case: Case) -> None:
     module, inputs = case.make()
     plain = copy.deepcopy(module)
@@ -250,12 +251,6 @@ def tied() -> nn.Module:
     return module
 
 
-def partly_frozen() -> nn.Module:
-    module = mlp()
-    module[0].weight.requires_grad_(False)
-    return module
-
-
 FORMS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, str]]] = {
     "a side above the largest size": (
         mlp,
@@ -285,15 +280,6 @@ FORMS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, str]]] = {
         LanguageModel,
         "kronecker",
         {"embedding.weight": "diagonal", "head.bias": "kronecker: 1 inputs x 7 outputs"},
-    ),
-    "a frozen weight": (
-        partly_frozen,
-        "kronecker",
-        {
-            "0.bias": "kronecker: 1 inputs x 5 outputs",
-            "2.weight, 2.bias": "kronecker: 6 inputs x 3 outputs",
-            "4.weight, 4.bias": "kronecker: 4 inputs x 2 outputs",
-        },
     ),
 }
 

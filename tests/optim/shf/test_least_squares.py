@@ -73,19 +73,19 @@ class Fit(nn.Module):
         return self.net(x) - measured
 
 
-def points() -> dict[str, Tensor]:
+def points(count: int = 30) -> dict[str, Tensor]:
     return {
-        "interior": torch.linspace(-1, 1, 30, dtype=torch.float64)[:, None],
+        "interior": torch.linspace(-1, 1, count, dtype=torch.float64)[:, None],
         "boundary": torch.tensor([[-1.0], [1.0]], dtype=torch.float64),
     }
 
 
-def measurements() -> tuple[Tensor, Tensor]:
-    x = gaussian(12, 2, seed=0)
+def measurements(count: int = 12) -> tuple[Tensor, Tensor]:
+    x = gaussian(count, 2, seed=0)
     return x, torch.stack([x.sum(1).sin(), x.prod(1)], dim=1)
 
 
-MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, float] | None]] = {
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], dict[str, float] | None]] = {
     "autograd": (Equation, points, {"interior": 1.0, "boundary": 10.0}),
     "torch.func": (FunctionalEquation, points, {"interior": 1.0, "boundary": 10.0}),
     "coupled": (Coupled, points, {"interior": 1.0, "boundary": 10.0}),
@@ -115,10 +115,10 @@ def weights(module: nn.Module) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:SHF. the rows of J")
 @pytest.mark.parametrize("name", MODULES)
-def test_steps_solve_the_damped_problem_around_a_part_of_the_last_step(name: str) -> None:
+def test_steps_solve_the_damped_problem_around_a_part_of_the_last_step_for_any_number_of_rows(name: str) -> None:
     """(JᵀJ + λ²) d = -Jᵀr + λ² γ d_prev: SPRING; with γ = 0, as in the first step, MinSR."""
     build, batch, shares = MODULES[name]
-    module, inputs, damping, gamma = build(), batch(), 3.0, 0.6
+    module, damping, gamma = build(), 3.0, 0.6
     optimizer = SHF(
         module,
         "least_squares" if shares is None else LeastSquares(shares),
@@ -126,9 +126,9 @@ def test_steps_solve_the_damped_problem_around_a_part_of_the_last_step(name: str
         damping=LevenbergMarquardt(initial=damping, drop=None, acceleration=False),
         warm_start=WarmStart(initial=gamma, growth=1.0),
     )
-    function, previous = scaled_residuals(module, inputs, shares), torch.zeros(len(weights(module)))
-    for _ in range(3):
-        before = weights(module)
+    previous = torch.zeros(len(weights(module)))
+    for inputs in (batch(), batch(), batch(20), batch(20), batch()):
+        function, before = scaled_residuals(module, inputs, shares), weights(module)
         jacobian = torch.autograd.functional.jacobian(function, before)
         residuals = function(before).detach()
         matrix = jacobian.mT @ jacobian + damping**2 * torch.eye(len(before))
@@ -523,107 +523,76 @@ class Returning(nn.Module):
         return self.returned(x, self.weight)
 
 
-def step(returned: Callable[[Tensor, Tensor], Any], shares: Any = None, **options: Any) -> None:
-    module = Returning(returned)
-    try:
-        SHF(module, LeastSquares(shares), **options).step(inputs=torch.ones(3, 1).double())
-    finally:
-        assert module.weight.item() == 1.0
-
-
 def tangent(x: Tensor) -> Tensor:
     """Zeros with the derivative of x."""
     return x - x.detach()
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "nan": (lambda: step(lambda x, w: {"a": x * w, "b": x * w * math.nan}), ValueError, "block 'b' .* NaN or infinity"),
-    "empty": (lambda: step(lambda x, w: {"a": x * w, "b": x[:0] * w}), ValueError, "block 'b' .* is empty"),
-    "no numbers": (lambda: step(lambda x, w: {"a": x * w, "b": x[:, :0] * w}), ValueError, "block 'b' .* is empty"),
-    "no weight": (
-        lambda: step(lambda x, w: {"a": x * w, "b": x * w}, {"a": 1.0}),
-        ValueError,
-        "the block 'b' that LeastSquares.* has no weight for",
-    ),
-    "no block": (
-        lambda: step(lambda x, w: {"a": x * w}, {"a": 1.0, "b": 2.0}),
-        ValueError,
-        "a weight for the block 'b' that the module did not return",
-    ),
-    "large residuals": (
-        lambda: step(lambda x, w: 1e200 + tangent(x * w)),
-        ValueError,
-        "squares of the residuals of 'residual' are too large for torch.float64.* Divide the residuals by their usual",
-    ),
-    "large derivatives": (
-        lambda: step(lambda x, w: 1.0 + 1e160 * tangent(x * w), solver="exact"),
-        ValueError,
-        "products of the derivatives of the residuals are too large for torch.float64.* Divide the residuals by",
-    ),
-    "number": (lambda: step(lambda x, w: {"a": 3.0}), TypeError, "block 'a'"),
-    "integers": (lambda: step(lambda x, w: {"a": x.long()}), TypeError, "block 'a'"),
-    "tuple": (lambda: step(lambda x, w: (x,)), TypeError, "It returned tuple"),
-    "nothing": (lambda: step(lambda x, w: {}), TypeError, "It returned an empty mapping"),
-    "name": (lambda: step(lambda x, w: {0: x}), TypeError, "names of blocks of residuals are strings, .* got 0"),
-    "complex": (
-        lambda: step(lambda x, w: {"a": x + 1j}),
-        TypeError,
-        r"block 'a' .* got a tensor of torch.complex128. Return .* torch.view_as_real",
-    ),
-    "loss": (lambda: step(lambda x, w: (x * w).square().mean()), TypeError, "leave out the sum or average of their sq"),
-    "changed inputs": (lambda: step(lambda x, w: x.mul_(0.5) * w), ValueError, "changes its inputs in place"),
-    "complex weights": (
-        lambda: SHF(nn.Linear(2, 1, dtype=torch.complex128), "least_squares"),
-        ValueError,
-        "these are complex: weight, bias. Hold .* torch.view_as_complex",
-    ),
-    "predictions": (
-        lambda: SHF(nn.Linear(2, 1), "least_squares").step(inputs=(torch.ones(3, 2), torch.ones(3, 1))),
-        TypeError,
-        r"Linear.forward\(input.* cannot take the 2 inputs .* `return self.net\(x\) - y`",
-    ),
-    "no points": (
-        lambda: SHF(Fit(), "least_squares").step(),
-        TypeError,
-        r"step\(inputs=...\).*put SHFOptimization before the LightningModule",
-    ),
-    "targets": (
-        lambda: SHF(Fit(), "least_squares").step(inputs=measurements(), targets=torch.zeros(12, 2)),
-        TypeError,
-        "need no targets",
-    ),
-    "summary": (
-        lambda: SHF(Fit(), "least_squares").summary(),
-        ValueError,
-        "only preconditioner='kronecker' has a summary",
-    ),
-    "validation data": (
-        lambda: SHF(Fit(), "least_squares").set_validation([]),
-        ValueError,
-        "takes no validation data: its solvers need no merit",
-    ),
-    **{
-        f"weight {weight}": (
-            lambda weight=weight: LeastSquares({"a": weight}),  # type: ignore[misc]
-            ValueError,
-            "the weight of block 'a' must be finite and > 0",
-        )
-        for weight in (0.0, math.nan, math.inf)
-    },
-    "weights of rows": (
-        lambda: LeastSquares({"a": torch.ones(3)}),  # type: ignore[dict-item]
-        TypeError,
-        "weight of block 'a' must be one number, got Tensor. To weight rows, multiply",
-    ),
+BOTH, TOO_LARGE = {"a": 1.0, "b": 2.0}, "too large for torch.float64.* Divide the residuals by"
+# Name -> what a module returns; the weights of the blocks, if any; the message.
+REFUSED_RESIDUALS: dict[str, tuple[Callable[[Tensor, Tensor], Any], dict[str, float] | None, str]] = {
+    "nan": (lambda x, w: {"a": x * w, "b": x * w * math.nan}, None, "block 'b' .* NaN or infinity"),
+    "empty": (lambda x, w: {"a": x * w, "b": x[:0] * w}, None, "block 'b' .* is empty"),
+    "no numbers": (lambda x, w: {"a": x * w, "b": x[:, :0] * w}, None, "block 'b' .* is empty"),
+    "no weight": (lambda x, w: {"a": x * w, "b": x * w}, {"a": 1.0}, "the block 'b' that LeastS.* has no weight for"),
+    "no block": (lambda x, w: {"a": x * w}, BOTH, "a weight for the block 'b' that the module did not return"),
+    "large residuals": (lambda x, w: 1e200 + tangent(x * w), None, f"squares of the residuals.* {TOO_LARGE}"),
+    "large derivatives": (lambda x, w: 1.0 + 1e160 * tangent(x * w), None, f"products of the deriv.* {TOO_LARGE}"),
+    "number": (lambda x, w: {"a": 3.0}, None, "block 'a'"),
+    "integers": (lambda x, w: {"a": x.long()}, None, "block 'a'"),
+    "tuple": (lambda x, w: (x,), None, "It returned tuple"),
+    "nothing": (lambda x, w: {}, None, "It returned an empty mapping"),
+    "name": (lambda x, w: {0: x}, None, "names of blocks of residuals are strings, .* got 0"),
+    "complex": (lambda x, w: {"a": x + 1j}, None, "block 'a' .* torch.complex128. Return .* torch.view_as_real"),
+    "loss": (lambda x, w: (x * w).square().mean(), None, "leave out the sum or average of their sq"),
+    "changed inputs": (lambda x, w: x.mul_(0.5) * w, None, "changes its inputs in place"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:SHF. the rows of J")
-@pytest.mark.parametrize(("call", "error", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_trained_on_is_named_with_the_remedy(
-    call: Callable[[], Any], error: type[Exception], message: str
+@pytest.mark.parametrize(("returned", "shares", "message"), REFUSED_RESIDUALS.values(), ids=REFUSED_RESIDUALS)
+def test_residuals_that_cannot_be_trained_on_are_named_and_change_nothing(
+    returned: Callable[[Tensor, Tensor], Any], shares: dict[str, float] | None, message: str
 ) -> None:
-    with pytest.raises(error, match=message):
+    module = Returning(returned)
+    optimizer = SHF(module, LeastSquares(shares), solver="exact")
+    with pytest.raises((TypeError, ValueError), match=message):
+        optimizer.step(inputs=torch.ones(3, 1).double())
+    assert module.weight.item() == 1.0
+
+
+def predictions() -> None:
+    SHF(nn.Linear(2, 1), "least_squares").step(inputs=(torch.ones(3, 2), torch.ones(3, 1)))
+
+
+def with_targets() -> None:
+    SHF(Fit(), "least_squares").step(inputs=measurements(), targets=torch.zeros(12, 2))
+
+
+def complex_weights() -> None:
+    SHF(nn.Linear(2, 1, dtype=torch.complex128), "least_squares")
+
+
+FINITE = "the weight of block 'a' must be finite and > 0"
+REFUSED_CALLS: list[tuple[Callable[[], Any], str]] = [
+    (complex_weights, "these are complex: weight, bias. Hold .* torch.view_as_complex"),
+    (predictions, r"Linear.forward\(input.* cannot take the 2 inputs .* `return self.net\(x\) - y`"),
+    (with_targets, "need no targets"),
+    (lambda: SHF(Fit(), "least_squares").step(), r"step\(inputs=...\).*put SHFOptimization before the LightningModule"),
+    (lambda: SHF(Fit(), "least_squares").summary(), "only preconditioner='kronecker' has a summary"),
+    (lambda: SHF(Fit(), "least_squares").set_validation([]), "takes no validation data: its solvers need no merit"),
+    (lambda: LeastSquares({"a": 0.0}), FINITE),
+    (lambda: LeastSquares({"a": math.nan}), FINITE),
+    (lambda: LeastSquares({"a": math.inf}), FINITE),
+    (lambda: LeastSquares({"a": torch.ones(3)}), "must be one number, got Tensor. To weight rows, multiply"),  # type: ignore[dict-item]
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED_CALLS, ids=[message for _, message in REFUSED_CALLS])
+def test_calls_that_mean_nothing_beside_residuals_are_named_with_the_remedy(
+    call: Callable[[], Any], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
         call()
 
 

@@ -50,7 +50,7 @@ def run(merit: Callable[[int], float], start: float, maxiter: int, **options: An
     st.integers(0, 60),
     st.sampled_from([0.0, 1e-7, 1e-4, 1e-2]),
 )
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_it_stops_where_algorithm_6_stops(factors: list[float], miniter: int, recover: int, ftol: float) -> None:
     values = [1.0]
     for factor in factors:

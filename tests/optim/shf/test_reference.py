@@ -179,6 +179,7 @@ def check_steps(
         torch.testing.assert_close(flat(trainable(module)), expected.weights, rtol=0, atol=1e-9)
         assert {name: getattr(report, name) for name in expected.report} == pytest.approx(expected.report, rel=1e-8)
         assert optimizer.damping == pytest.approx(damping, rel=1e-12)
+    assert not isinstance(given, TriangularPreconditioner) or given.updates == len(data)
 
 
 def network() -> nn.Module:

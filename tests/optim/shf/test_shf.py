@@ -536,27 +536,6 @@ def test_a_batch_of_one_has_no_variance() -> None:
     assert report.loss_after < report.loss_before
 
 
-def test_a_preconditioner_object_is_updated_in_each_step_with_what_it_needs() -> None:
-    seen: list[tuple[Any, ...]] = []
-
-    class Identity:
-        def update(self, linearization: Any, loss: Any, targets: Tensor, damping: float) -> None:
-            seen.append((linearization.outputs.shape, loss, targets, damping))
-
-        def solve(self, y: dict[str, Tensor]) -> dict[str, Tensor]:
-            return y
-
-        solve_transpose = solve
-
-    module, loss = network(), CrossEntropy()
-    inputs, labels = gaussian(6, 4, seed=0), torch.tensor([0, 1, 1, 0, 1, 0])
-    plain = copy.deepcopy(module)
-    take(SHF(module, loss, damping=2.0, preconditioner=Identity()), (inputs, labels))
-    take(SHF(plain, loss, damping=2.0, preconditioner=None), (inputs, labels))
-    assert seen == [(torch.Size([6, 2]), loss, labels, 2.0)]
-    torch.testing.assert_close(weights(module), weights(plain), rtol=0, atol=1e-12)
-
-
 def test_a_preconditioner_object_is_asked_for_both_solves_at_once_by_cg() -> None:
     class Normal:
         calls = 0
@@ -700,27 +679,6 @@ def test_a_state_of_another_module_or_optimizer_is_refused(name: str) -> None:
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def broken(data: tuple[Tensor, Tensor], what: str, value: float) -> tuple[Tensor, Tensor]:
-    inputs, targets = data[0].clone(), data[1].clone()
-    (inputs if what == "inputs" else targets)[3, 1] = value
-    return inputs, targets
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("what", ["inputs", "targets"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_nan_or_infinity_in_the_batch_is_an_error_that_changes_nothing(what: str, value: float) -> None:
-    module, untouched = network(), network()
-    optimizer, other = SHF(module, "mse", damping=0.5), SHF(untouched, "mse", damping=0.5)
-    for o in (optimizer, other):
-        take(o, batch(6, seed=1))
-    before = weights(module)
-    with pytest.raises(ValueError, match="NaN or infinity"):
-        take(optimizer, broken(batch(9), what, value))
-    assert torch.equal(weights(module), before)
-    assert without_seconds(take(optimizer, batch(8, seed=2))) == without_seconds(take(other, batch(8, seed=2)))
-
-
 @pytest.mark.parametrize("solver", ["lsmr", "cg"])
 def test_nan_within_the_solve_is_an_error_that_changes_nothing(solver: str) -> None:
     """Thrice, on a larger batch than the one before: the maximum of iterations must not grow with the failures."""
@@ -850,53 +808,48 @@ class ToComplex(nn.Module):
 INPUTS, TARGETS = batch()
 COMPLEX = torch.ones(12, 2, dtype=torch.complex64)
 OVER_BATCH = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, 2)).eval()
-REFUSED_BATCHES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "dict of targets": ({"targets": {"y": TARGETS}}, TypeError, "takes targets as one tensor, got dict: "),
-    "complex targets": ({"targets": COMPLEX}, TypeError, "targets are torch.complex64"),
-    "whole numbers": ({"targets": TARGETS.long()}, TypeError, r"targets are torch.int64: give targets.float\(\)"),
-    "NaN in a dict": (
-        {"module": OfNames(4, 2), "inputs": {"first": torch.full((12, 4), math.nan)}},
-        ValueError,
-        "the batch holds NaN or infinity",
-    ),
-    "empty": ({"inputs": INPUTS[:0], "targets": TARGETS[:0]}, ValueError, "batch is empty"),
+
+
+NAN = torch.full((12, 4), math.nan)
+COMPLEX_OUTPUTS = nn.Sequential(nn.Linear(4, 2), ToComplex())
+REFUSED_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
+    "dict of targets": ({"targets": {"y": TARGETS}}, "takes targets as one tensor, got dict: "),
+    "complex targets": ({"targets": COMPLEX}, "targets are torch.complex64"),
+    "whole numbers": ({"targets": TARGETS.long()}, r"targets are torch.int64: give targets.float\(\)"),
+    "NaN": ({"inputs": NAN}, "the batch holds NaN or infinity"),
+    "infinity": ({"targets": TARGETS / 0}, "the batch holds NaN or infinity"),
+    "NaN in a dict": ({"module": OfNames(4, 2), "inputs": {"first": NAN}}, "the batch holds NaN or infinity"),
+    "empty": ({"inputs": INPUTS[:0], "targets": TARGETS[:0]}, "batch is empty"),
     "lengths": (
         {"inputs": INPUTS[:6], "targets": TARGETS[:5]},
-        ValueError,
         "number of samples: 6 rows of inputs, 5 of targets.* in a dict",
     ),
-    "without rows": (
-        {"inputs": (INPUTS, torch.tensor(2.0))},
-        ValueError,
-        "a tensor without dimensions is among inputs and targets",
-    ),
-    "shape": ({"targets": TARGETS[:, :1]}, ValueError, r"\(12, 2\) but targets \(12, 1\)"),
-    "complex outputs": (
-        {"module": nn.Sequential(nn.Linear(4, 2), ToComplex())},
-        TypeError,
-        "returned torch.complex128",
-    ),
-    "NaN in the outputs": ({"module": Root(4, 2)}, ValueError, "loss at the current weights is nan"),
-    "overflow": ({"targets": TARGETS * 1e200}, ValueError, "loss at the current weights is inf"),
-    "no targets": ({"targets": None}, TypeError, r"step\(inputs=..., targets=...\)"),
-    "no inputs": ({"inputs": None}, TypeError, r"step\(inputs=..., targets=...\)"),
+    "without rows": ({"inputs": (INPUTS, torch.tensor(2.0))}, "a tensor without dimensions is among inputs and target"),
+    "shape": ({"targets": TARGETS[:, :1]}, r"\(12, 2\) but targets \(12, 1\)"),
+    "complex outputs": ({"module": COMPLEX_OUTPUTS}, "returned torch.complex128"),
+    "NaN in the outputs": ({"module": Root(4, 2)}, "loss at the current weights is nan"),
+    "overflow": ({"targets": TARGETS * 1e200}, "loss at the current weights is inf"),
+    "no targets": ({"targets": None}, r"step\(inputs=..., targets=...\)"),
+    "no inputs": ({"inputs": None}, r"step\(inputs=..., targets=...\)"),
     "chunks": (
         {"module": OVER_BATCH, "preconditioner": None, "chunk_size": 5},
-        ValueError,
         "1 normalises over the batch.*leave chunk_size out",
+    ),
+    "value of another shape": ({"loss": changed(value=lambda v: v.expand(12))}, r"returned a tensor of \(12,\)"),
+    "residual of another shape": (
+        {"loss": changed(residual=lambda r: r.mean(1))},
+        r"residual returned \(12,\)",
     ),
 }
 
 
-@pytest.mark.parametrize(("call", "error", "message"), REFUSED_BATCHES.values(), ids=REFUSED_BATCHES)
-def test_batches_that_cannot_be_trained_on_are_refused_and_change_nothing(
-    call: dict[str, Any], error: Any, message: str
-) -> None:
+@pytest.mark.parametrize(("call", "message"), REFUSED_BATCHES.values(), ids=REFUSED_BATCHES)
+def test_batches_that_cannot_be_trained_on_are_refused_and_change_nothing(call: dict[str, Any], message: str) -> None:
     given = {"module": network(), "loss": "mse", "damping": 1.0, "inputs": INPUTS, "targets": TARGETS} | call
     names = {name: given.pop(name) for name in ("inputs", "targets")}
     module = given.pop("module").double()
     optimizer, before = SHF(module, given.pop("loss"), **given), weights(module)
-    with pytest.raises(error, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         optimizer.step(**{name: value for name, value in names.items() if value is not None})
     assert torch.equal(weights(module), before)
 
@@ -906,60 +859,50 @@ def test_a_batch_without_names_is_told_how_to_be_passed() -> None:
         SHF(network(), "mse").step(INPUTS, targets=TARGETS)  # type: ignore[arg-type]
 
 
-def mixed(first: torch.dtype, second: torch.dtype) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 3, dtype=first), nn.Linear(3, 2, dtype=second))
+def layers(*made: nn.Module) -> nn.Module:
+    return nn.Sequential(*made, nn.Linear(4, 2))
 
 
-REFUSED_MODULES: dict[str, tuple[Callable[[], Any], Any, type[Exception], str]] = {
-    "parameters": (
-        lambda: network().parameters(),
-        "mse",
-        TypeError,
-        r"SHF takes the module, which it calls itself.* return SHF\(self, \.\.\.\)",
-    ),
-    "loss of torch": (network, nn.CrossEntropyLoss(), TypeError, r"CrossEntropyLoss lacks value, .* 'cross_entropy'"),
-    "float16": (lambda: network(torch.float16), "mse", ValueError, "got torch.float16.*bf16-mixed"),
-    "dtypes": (lambda: mixed(torch.float64, torch.float32), "mse", ValueError, "torch.float32, torch.float64"),
+REFUSED_MODULES: dict[str, tuple[Callable[[], Any], str]] = {
+    "parameters": (lambda: network().parameters(), r"the module, which it calls itself.* return SHF\(self, \.\.\.\)"),
+    "float16": (lambda: network(torch.float16), "got torch.float16.*bf16-mixed"),
+    "dtypes": (lambda: layers(nn.Linear(4, 4).double()), "torch.float32, torch.float64"),
     "sparse gradients": (
-        lambda: nn.Sequential(nn.EmbeddingBag(5, 4, sparse=True), nn.Linear(4, 2)),
-        "mse",
-        ValueError,
-        r"dense gradients, and those of 0 are sparse: .*sparse=False",
+        lambda: layers(nn.EmbeddingBag(5, 4, sparse=True)),
+        "dense gradients, and those of 0 are sparse: .*sparse=False",
     ),
-    "scripted": (
-        lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 3)), nn.Linear(3, 1)),
-        "mse",
-        ValueError,
-        "0 is scripted or traced",
-    ),
-    "lazy": (
-        lambda: nn.Sequential(nn.LazyLinear(3)),
-        "mse",
-        ValueError,
-        r"0\.weight, 0\.bias have no shape yet: call the module once",
-    ),
-    "frozen": (
-        lambda: network().requires_grad_(False),
-        "mse",
-        ValueError,
-        r"Sequential has no parameter that requires a gradient.*requires_grad_\(\)",
-    ),
+    "scripted": (lambda: layers(torch.jit.script(nn.Linear(4, 4))), "0 is scripted or traced"),
+    "lazy": (lambda: layers(nn.LazyLinear(4)), r"0\.weight, 0\.bias have no shape yet: call the module once"),
+    "frozen": (lambda: network().requires_grad_(False), r"no parameter that requires a gradient.*requires_grad_\(\)"),
     "devices": (
-        lambda: nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False, device="meta")),
-        "mse",
-        ValueError,
-        r"0\.weight -> cpu, 1\.weight -> meta; move the module by module\.to",
+        lambda: layers(nn.Linear(4, 4, device="meta")),
+        r"0\.weight -> meta, .*; move the module by mod",
     ),
 }
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize(("make", "loss", "error", "message"), REFUSED_MODULES.values(), ids=REFUSED_MODULES)
-def test_modules_and_losses_that_cannot_be_trained_are_refused(
-    make: Callable[[], Any], loss: Any, error: Any, message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        SHF(make(), loss)
+@pytest.mark.parametrize(("make", "message"), REFUSED_MODULES.values(), ids=REFUSED_MODULES)
+def test_modules_that_cannot_be_trained_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        SHF(make(), "mse")
+
+
+LOSSES: list[tuple[str, Any, str]] = [
+    ("mse", nn.CrossEntropyLoss(), "CrossEntropyLoss lacks value, .* 'cross_entropy'"),
+    ("mse", "least_squares", "LeastSquares cannot take the place of SquaredError.*Make a new SHF"),
+    ("least_squares", "mse", "SquaredError cannot take the place of LeastSquares.*Make a new SHF"),
+    ("mse", "absolute", "got 'absolute'"),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "message"), LOSSES)
+def test_a_loss_that_cannot_take_its_place_is_refused_at_once(first: str, second: Any, message: str) -> None:
+    optimizer = SHF(network(), first)
+    before = optimizer.loss
+    with pytest.raises((TypeError, ValueError), match=message):
+        optimizer.loss = second
+    assert optimizer.loss is before
 
 
 class Hiding(nn.Module):
@@ -1012,18 +955,6 @@ def test_a_loss_whose_parts_do_not_belong_together_is_warned_of_once(loss: Squar
         take(optimizer, batch())
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (changed(value=lambda v: v.expand(12)), r"Changed.value returned a tensor of \(12,\)"),
-        (changed(residual=lambda r: r.mean(1)), r"Changed.residual returned \(12,\)"),
-    ],
-)
-def test_parts_of_a_loss_with_another_shape_are_named(loss: SquaredError, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        take(SHF(network(), loss), batch())
-
-
 def test_another_loss_takes_its_place_by_name() -> None:
     optimizer, other = SHF(network(), "mse", damping=1.0), SHF(network(), "cross_entropy", damping=1.0)
     optimizer.loss = "cross_entropy"
@@ -1032,22 +963,6 @@ def test_another_loss_takes_its_place_by_name() -> None:
     assert without_seconds(take(optimizer, (inputs, targets.argmax(1)))) == without_seconds(
         take(other, (inputs, targets.argmax(1)))
     )
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "message"),
-    [
-        ("mse", "least_squares", "LeastSquares cannot take the place of SquaredError.*Make a new SHF"),
-        ("least_squares", "mse", "SquaredError cannot take the place of LeastSquares.*Make a new SHF"),
-        ("mse", "absolute", "got 'absolute'"),
-    ],
-)
-def test_a_loss_that_cannot_take_its_place_is_refused_at_once(first: str, second: str, message: str) -> None:
-    optimizer = SHF(network(), first)
-    before = optimizer.loss
-    with pytest.raises(ValueError, match=message):
-        optimizer.loss = second
-    assert optimizer.loss is before
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {

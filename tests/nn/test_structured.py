@@ -116,15 +116,15 @@ def test_squared_norms_of_the_gradients_of_samples(name):
 
 @of_each_class
 def test_jacobian_norms_are_the_largest_singular_values_of_the_jacobian(name):
-    layer = make(name, 4, 3)
+    layer = make(name, 5, 4)
     norms = jacobian_norms(layer, iterations=200 if name in ("fastfood", "randomized_hadamard") else 50)
     assert list(norms) == [key for key, _ in layer.named_parameters() if key != "bias"]
     for key, norm in norms.items():
         weight = {key: getattr(layer, key).detach()}
-        J = torch.func.jacrev(lambda weight: functional_call(Dense(layer), weight, torch.eye(4).double()))(
+        J = torch.func.jacrev(lambda weight: functional_call(Dense(layer), weight, torch.eye(5).double()))(
             {f"layer.{key}": weight[key]}
         )
-        largest = torch.linalg.matrix_norm(J[f"layer.{key}"].reshape(12, -1), 2).item()
+        largest = torch.linalg.matrix_norm(J[f"layer.{key}"].reshape(20, -1), 2).item()
         assert norm == pytest.approx(largest, rel=1e-3), key
 
 

@@ -141,18 +141,6 @@ def test_two_arguments_fit_and_log_how_the_steps_are_measured(tmp_path):
 # How a batch is read
 
 
-def test_the_inputs_of_a_batch_may_be_several(tmp_path):
-    class OfTwo(SHFNetwork):
-        def forward(self, first, second):
-            return super().forward(first + second)
-
-    data = zip(torch.randn(24, 3), torch.randn(24, 3), torch.randn(24, 2), strict=True)
-    loader = DataLoader([([first, second], target) for first, second, target in data], batch_size=12)
-    module = OfTwo()
-    make_trainer(tmp_path, max_epochs=1).fit(module, loader)
-    assert [report.batch_size for report in module.reports] == [12, 12]
-
-
 @pytest.mark.parametrize(
     ("batch", "found"),
     [

@@ -14,7 +14,6 @@ from lightning_struct.nn import (
     StructuredLinear,
     add_adapters,
     compress,
-    freeze,
     replace_conv,
     replace_linear,
     replacement_report,
@@ -273,21 +272,6 @@ def test_hooks_and_requires_grad_are_carried_over():
         handle.remove()
     model[1](torch.randn(2, 5, 3, 3))
     assert len(seen) == 5
-
-
-def test_frozen_copy_has_copies_of_the_hooks():
-    model, seen = nn.Sequential(LowRank(6, 5), LowRank(5, 5)), []
-    handle = model[0].register_forward_hook(lambda *_: seen.append("forward"))
-    model[0].register_forward_pre_hook(lambda *_, **__: seen.append("before"), with_kwargs=True)
-    model[0].register_full_backward_hook(lambda *_: seen.append("backward"))
-    prune.l1_unstructured(model[1], "G", 2)
-    frozen, x = freeze(model, dense=True), torch.randn(3, 6, requires_grad=True)
-    assert not frozen[1]._forward_pre_hooks and len(model[1]._forward_pre_hooks) == 1
-    handle.remove()
-    frozen(x).sum().backward()
-    assert seen == ["before", "forward", "backward"]
-    model(x)
-    assert seen[3:] == ["before"]
 
 
 @pytest.mark.parametrize("at", [f"{of}state_dict_{when}" for of in ("", "load_") for when in ("pre", "post")])

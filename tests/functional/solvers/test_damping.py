@@ -34,12 +34,6 @@ def test_thresholds_bounds_and_the_drop_can_be_set(ratio: float, options: dict[s
     assert reduction_ratio_rule(2.0, ratio, **{"drop": 0.5, **options}) == expected
 
 
-@given(st.floats(1e-6, 1e6), st.floats(0.5, 1.0))
-def test_a_fall_undoes_a_rise(damping: float, drop: float) -> None:
-    risen = reduction_ratio_rule(damping, 0.0, drop=drop)
-    assert reduction_ratio_rule(risen, 1.0, drop=drop) == pytest.approx(damping, rel=1e-12)
-
-
 def test_a_step_scale_grows_where_the_next_batch_shows_more_than_a_quarter_of_it() -> None:
     now = ScaledDamping(0.4, 2.0)
     assert next_batch_rule(now, 0.1, 1.0, drop=0.5) == now

@@ -240,20 +240,6 @@ def test_buffers_that_are_written_in_any_way_and_from_any_step_on_are_updated_on
     assert (module.table == 3).all()
 
 
-def test_a_layer_that_is_put_back_into_training_is_asked_anew() -> None:
-    module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), WithBuffer(None)).double()
-    module[3].net = nn.Linear(5, 2).double()
-    optimizer = SHF(module, "mse", damping=1.0, preconditioner=None)
-    module[1].eval()
-    for seed in range(2):
-        take(optimizer, batch(seed=seed))
-    assert module[1].num_batches_tracked == 0
-    module[1].train()
-    for seed in range(2):
-        take(optimizer, batch(seed=seed))
-    assert module[1].num_batches_tracked == 2
-
-
 class Stateful(nn.Module):
     """A recurrent network that begins each batch in the state in which the last one ended."""
 

@@ -115,7 +115,7 @@ def weights(module: nn.Module) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:SHF. the rows of J")
 @pytest.mark.parametrize("name", MODULES)
-def test_steps_solve_the_damped_problem_around_a_part_of_the_last_step_for_any_number_of_rows(name: str) -> None:
+def test_steps_solve_the_damped_problem_around_a_part_of_the_last_step(name: str) -> None:
     """(JᵀJ + λ²) d = -Jᵀr + λ² γ d_prev: SPRING; with γ = 0, as in the first step, MinSR."""
     build, batch, shares = MODULES[name]
     module, damping, gamma = build(), 3.0, 0.6

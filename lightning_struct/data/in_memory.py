@@ -8,10 +8,17 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_struct.data.files import read_or_explain
-from lightning_struct.data.sampling import CollatedBatch, DrawLoader, IndependentDraws, keep_batch
+from lightning_struct.data.sampling import (
+    CollatedBatch,
+    DrawLoader,
+    IndependentDraws,
+    ResumedLoader,
+    ShuffledPasses,
+    keep_batch,
+)
 from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.distributed import data_parallel_replicas
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
@@ -167,9 +174,9 @@ class InMemoryDataModule(EvaluatedDataModule):
             raise MisconfigurationException(
                 f"drop_last leaves nothing of {len(train)} training samples for batch_size={self.batch_size}: lower it"
             )
-        shuffle: Any = DistributedSampler(train, num_replicas=processes, rank=rank, shuffle=True, seed=self.seed)
+        shuffle = ShuffledPasses(train, num_replicas=processes, rank=rank, shuffle=True, seed=self.seed)
         options: dict[str, Any] = {"batch_size": self.batch_size // processes, "drop_last": self.drop_last}
-        return DataLoader(train, sampler=shuffle, collate_fn=keep_batch, **options)
+        return ResumedLoader(train, sampler=shuffle, collate_fn=keep_batch, **options)
 
     def evaluation_dataloader(self, part: Literal["train", "val", "test"]) -> DataLoader:
         """All samples of one of the sets, in order."""

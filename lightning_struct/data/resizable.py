@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
+from lightning_struct.data.sampling import ResumedLoader, ShuffledPasses
 from lightning_struct.utilities.checks import known_length
 from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.random_states import (
@@ -188,11 +189,15 @@ class ResizableBatchSampler(Sampler[list[Any]]):
     def _begin_units(self) -> Iterator[Any]:
         source: Any = self.source if self.merges else self.sampler
         passed_over = self._end(self._handed)
+        if isinstance(self.sampler, ShuffledPasses):
+            self.sampler.begin_anew()
         bound = None if self.limit is None or not self.splits_rest else max(self.limit - passed_over, 0)
         if self._resumed_from is None:
             self.started_from = random_states(self.generators())
             return islice(iter(source), bound)
         self.started_from, self._resumed_from = self._resumed_from, None
+        if type(source).__module__ == Sampler.__module__:
+            next(iter(source), None)  # a shuffle draws from the global generator: passes after this find it as ever
         with isolated_random_states():
             set_random_states(self.started_from, self.generators())
             units = iter(source)
@@ -525,7 +530,7 @@ def why_not_resizable(loader: Any) -> tuple[str, str] | None:
     elif loader.batch_sampler is None:
         problem = f"{name} with batch_size=None, whose data set or sampler makes the batches"
         remedy = "let the DataLoader make the batches of single samples"
-    elif hasattr(loader, "load_state_dict"):
+    elif hasattr(loader, "load_state_dict") and not isinstance(loader, ResumedLoader):
         problem = f"{name}, which keeps its own position (state_dict) and would lose it when batches change size"
         remedy = "use torch's DataLoader, which is resumed from the callback's state"
     elif not getattr(loader, "in_order", True):

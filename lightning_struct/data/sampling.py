@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
@@ -158,7 +159,49 @@ def seeded_generator(*seeds: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(np.random.SeedSequence(seeds).generate_state(1)[0]))
 
 
-class DrawLoader(DataLoader):
+class ShuffledPasses(DistributedSampler):
+    """A ``DistributedSampler`` that keeps its place: a pass goes on at the sample after those before a checkpoint.
+
+    A pass that is left is begun anew; so is one that was resumed, if another epoch is named by ``set_epoch``.
+    """
+
+    _first = _done = 0  # samples of this process in a pass: those that the next one leaves out, and those handed out
+
+    def __iter__(self) -> Iterator[Any]:
+        self._done, self._first = self._first, 0
+        for index in islice(super().__iter__(), self._done, None):
+            self._done += 1
+            yield index
+
+    def begin_anew(self) -> None:
+        """Begin the next pass at its first sample, whatever state was loaded."""
+        self._first = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self._first = 0
+        super().set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "done": self._done}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.epoch, self._first = state_dict["epoch"], state_dict["done"]
+
+
+class ResumedLoader(DataLoader):
+    """A ``DataLoader`` whose sampler has the state that Lightning saves in its checkpoints."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the sampler; empty if it has none, as that of ``Trainer(overfit_batches=...)``."""
+        return self.sampler.state_dict() if hasattr(self.sampler, "state_dict") else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if hasattr(self.sampler, "load_state_dict") and state_dict:
+            self.sampler.load_state_dict(state_dict)
+
+
+class DrawLoader(ResumedLoader):
     """A ``DataLoader`` over :class:`IndependentDraws` that resumes in the middle of an epoch.
 
     A ``TensorDataset`` is indexed once per batch; the samples of any other map-style data set are fetched (by
@@ -236,13 +279,6 @@ class DrawLoader(DataLoader):
             return super().__iter__()
         finally:
             self.generator = given
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of the draws."""
-        return self.sampler.state_dict()  # type: ignore[attr-defined]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.sampler.load_state_dict(state_dict)  # type: ignore[attr-defined]
 
 
 class CollatedBatch(Sequence[tuple[Tensor, ...]]):

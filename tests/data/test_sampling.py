@@ -1,4 +1,5 @@
 from itertools import chain, islice
+from math import inf
 
 import lightning as L
 import pytest
@@ -7,7 +8,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
 
-from lightning_struct.data import DrawLoader, IndependentDraws
+from lightning_struct import GrowingBatchSize
+from lightning_struct.data import BatchedTensorDataset, DrawLoader, IndependentDraws, InMemoryDataModule
+from lightning_struct.data.in_memory import Splits
 
 
 @pytest.fixture
@@ -50,14 +53,24 @@ class Recorder(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def batches_of_a_fit(dataset, tmp_path, ckpt_path=None, limits=None, **checkpointing):
+class Passes(InMemoryDataModule):
+    def load_splits(self):
+        return Splits(*3 * [BatchedTensorDataset(torch.zeros(20), torch.arange(20))])
+
+
+def batches_of_a_fit(dataset, tmp_path, ckpt_path=None, limits=None, passes=False, growing=False, **checkpointing):
     module = Recorder()
+    callbacks = [GrowingBatchSize(theta=inf)] if growing else []
     checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **checkpointing)
     trainer = L.Trainer(
-        accelerator="cpu", logger=False, callbacks=[checkpoint], enable_progress_bar=False, enable_model_summary=False,
-        **(limits or {"max_epochs": 3}),
+        accelerator="cpu", logger=False, callbacks=[checkpoint, *callbacks], enable_progress_bar=False,
+        enable_model_summary=False, **(limits or {"max_epochs": 3}),
     )  # fmt: skip
-    trainer.fit(module, DrawLoader(dataset, IndependentDraws(dataset, 6, 4)), DataLoader(dataset), ckpt_path=ckpt_path)
+    if passes:
+        trainer.fit(module, datamodule=Passes(5, "epoch"), ckpt_path=ckpt_path)
+    else:
+        draws = DrawLoader(dataset, IndependentDraws(dataset, 6, 4))
+        trainer.fit(module, draws, DataLoader(dataset), ckpt_path=ckpt_path)
     return module.batches
 
 
@@ -227,9 +240,11 @@ def test_trainer_makes_new_draws_in_each_epoch(dataset, tmp_path):
     ],
     ids=["within an epoch", "after its last batch", "after validation", "after the epoch"],
 )
-def test_trainer_resumes_with_the_very_next_draw(dataset, tmp_path, limits, checkpointing, step):
-    whole = batches_of_a_fit(dataset, tmp_path, limits=limits, **checkpointing)
-    rest = batches_of_a_fit(dataset, tmp_path / "rest", tmp_path / f"step={step}.ckpt", limits=limits, **checkpointing)
+@pytest.mark.parametrize("passes", [{}, {"passes": True}, {"passes": True, "growing": True}])
+def test_trainer_resumes_with_the_very_next_samples(dataset, tmp_path, limits, checkpointing, step, passes):
+    options = {"limits": limits, **passes, **checkpointing}
+    whole = batches_of_a_fit(dataset, tmp_path, **options)
+    rest = batches_of_a_fit(dataset, tmp_path / "rest", tmp_path / f"step={step}.ckpt", **options)
     assert rest == whole[step:]
 
 

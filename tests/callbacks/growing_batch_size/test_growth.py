@@ -438,6 +438,15 @@ MAKERS = {
 SCRIPT = [4, 6, 6, 8, 10, 12, 12, 14, 20]
 
 
+def test_epochs_after_a_resumed_one_are_shuffled_as_without_the_stop(tmp_path):
+    def read(**options):
+        torch.manual_seed(0)
+        options |= {"max_epochs": 3, "enable_checkpointing": True}
+        return fit(tmp_path, loader(shuffle=True), SCRIPT, callbacks=[checkpoints(tmp_path)], **options).read
+
+    assert read()[2:] == read(ckpt_path=tmp_path / "step=2.ckpt")
+
+
 @pytest.mark.parametrize("maker", ["workers", "shuffled by epoch, with workers", "stream of workers", "merged"])
 def test_a_resumed_run_reads_the_very_next_sample(tmp_path, maker):
     options = {"max_epochs": 2, "enable_checkpointing": True}

@@ -349,9 +349,10 @@ class GrowingBatchSize(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not {"schedule", "batch_size", *COUNTED, *PARTS} <= state_dict.keys():
             raise MisconfigurationException(
-                "The checkpoint's state of GrowingBatchSize is that of lightning_struct 0.2.0 or older, or of a version "
-                "under development, which this version does not read: finish the run with the version that began it, or delete checkpoint"
-                "['callbacks']['GrowingBatchSize'] to resume with the DataLoader's own batch size"
+                "The checkpoint's state of GrowingBatchSize is that of lightning_struct 0.2.0 or older, or of a "
+                "version under development, and this version does not read it: finish the run with "
+                "the version that began it, or delete checkpoint['callbacks']['GrowingBatchSize'] to resume "
+                "with the DataLoader's own batch size"
             )
         for name in COUNTED:
             setattr(self, f"_{name}", state_dict[name])
@@ -523,7 +524,8 @@ class GrowingBatchSize(Callback):
         if self.schedule is not None:
             return f"schedule={self.schedule!r}"
         scale = self._present_fit.measurement.noise_scale
-        return f"noise scale {scale:.3g}" if scale is not None else "no noise scale was measured"
+        asked = "" if self._present_theta in (1, math.inf) else f", theta={self._present_theta:g}"
+        return f"noise scale {scale:.3g}{asked}" if scale is not None else "no noise scale was measured"
 
     def _look_at_schedule(self) -> None:
         """Take the size that the schedule of samples has after the samples so far, if it has one."""

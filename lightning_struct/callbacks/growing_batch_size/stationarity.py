@@ -1,6 +1,6 @@
 """Tests of the steps: noise that cancels their descent, and a loss that grows with the batch.
 
-Only if noise cancels the descent is a larger batch worth its samples; and only if the loss does not grow with the batch.
+Only if noise cancels the descent is a larger batch worth its samples; and only if the loss does not grow with it.
 """
 
 import math

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NoReturn
-from zipfile import is_zipfile
+from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import lightning as L
 import torch
@@ -166,14 +166,28 @@ def check_checkpoint(path: str | None, recipe: str) -> None:
     """Refuse a checkpoint that is not there, before any data are read.
 
     Raises:
-        MisconfigurationException: there is no such file, or it is not complete.
+        MisconfigurationException: there is no such file, it is not complete or damaged, or it is no checkpoint.
     """
     if path is None or path in WORDS_FOR_CHECKPOINTS or "://" in path or path.startswith("registry"):
         return
     if not Path(path).exists():
         refuse_missing(path, recipe)
-    if Path(path).is_file() and not is_zipfile(path):
+    if not Path(path).is_file():
+        return
+    if not is_zipfile(path):
         raise MisconfigurationException(f"{path} is no complete checkpoint: name another one.")
+    try:
+        with ZipFile(path) as archive:
+            damaged = archive.testzip()  # by the checksums of torch.save, which torch.load does not always compare
+    except BadZipFile as error:
+        damaged = str(error)
+    if damaged is not None:
+        raise MisconfigurationException(f"{path} is damaged ({damaged}): name another checkpoint, or a copy of it.")
+    checkpoint = _content(path)
+    if checkpoint is not None and not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
+        raise MisconfigurationException(
+            f"{path} is no checkpoint of Lightning, as it has no state_dict and version: name a file that fit wrote."
+        )
 
 
 def refuse_missing(path: str, recipe: str) -> NoReturn:
@@ -189,12 +203,9 @@ def config_of_checkpoint(path: str | Path, recipe: str) -> dict[str, Any] | None
     Raises:
         MisconfigurationException: if it is an archive of something else, or a checkpoint of another recipe.
     """
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except UnpicklingError:  # not written by a recipe: it has objects of others
+    checkpoint = _content(path)
+    if checkpoint is None:
         return None
-    except RuntimeError as error:
-        raise MisconfigurationException(f"{path} is no checkpoint: name another file. ({error})") from error
     written_by = checkpoint.get(RECIPE_IN_CHECKPOINT, recipe)  # version 0.2 does not say
     if written_by != recipe:
         raise MisconfigurationException(
@@ -203,3 +214,18 @@ def config_of_checkpoint(path: str | Path, recipe: str) -> dict[str, Any] | None
         )
     text = checkpoint.get(CONFIG_IN_CHECKPOINT)
     return text and {key: value for key, value in yaml.safe_load(text).items() if key in PARTS_OF_A_CONFIG}
+
+
+def _content(path: str | Path) -> dict[str, Any] | None:
+    """The content of a checkpoint; None if it has objects of others, which no recipe writes.
+
+    Raises:
+        MisconfigurationException: if it is an archive of something else.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except UnpicklingError:
+        return None
+    except RuntimeError as error:
+        raise MisconfigurationException(f"{path} is no checkpoint: name another file. ({error})") from error
+    return checkpoint if isinstance(checkpoint, dict) else {}

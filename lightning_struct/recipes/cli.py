@@ -39,7 +39,7 @@ from lightning_struct.utilities.namespaces import MisconfigurationException
 if TYPE_CHECKING:
     from rich.table import Table
 
-QUICK, FULL_HELP = "--quick", "--help.full"
+QUICK, FULL_HELP, SYNTHETIC = "--quick", "--help.full", "--data.synthetic=true"
 TRIAL_BEGINS = "Trial (--quick): a small network, few samples and few steps, to see that everything runs."
 TRIAL_ENDS = "This was a trial (--quick): its figures say nothing about the method. Leave --quick out to train."
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
@@ -105,7 +105,7 @@ class RecipeCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)
         if self.quick:
-            rank_zero_only(print)(TRIAL_BEGINS)
+            rank_zero_only(print)(" ".join(filter(None, (TRIAL_BEGINS, RECIPES[self.recipe].about_quick))))
         options = self.config[self.config.subcommand]
         # LightningCLI now would put the hyperparameters of the checkpoint over the config: it sees none.
         self._checkpoint, options.ckpt_path = options.ckpt_path, None
@@ -259,7 +259,9 @@ def run_recipe(name: str, args: Sequence[str] | None = None, program: str | None
     given = [arg.replace("=~/", f"={home}", 1) for arg in (sys.argv[1:] if args is None else args)]
     quick, full_help = QUICK in given, FULL_HELP in given
     given = ["--help" if arg == FULL_HELP else arg for arg in given if arg != QUICK]
-    given = _config_first(given, recipe.quick if quick else ())
+    has_data = any(arg.startswith(("--data.data_dir", "--data.text_file")) for arg in given)  # then a part of those
+    trial = [option for option in recipe.quick if not (has_data and option == SYNTHETIC)]
+    given = _config_first(given, trial if quick else ())
     program = program or f"python -m lightning_struct.recipes.{name}"
     parsed = given[:1] if given and given[0] in SUBCOMMANDS else SUBCOMMANDS
     with ExitStack() as stack:

@@ -27,7 +27,7 @@ INTERRUPTED, TERMINATED = 130, 143  # exit statuses of SIGINT and SIGTERM, as sh
 LONGEST_SILENCE = 60.0  # seconds between two lines of an epoch
 ELSEWHERE = "Make room for it there, or write elsewhere by --trainer.logger.init_args.save_dir=FOLDER"
 OF_PLACES = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
 )
 PARTS_OF_LIGHTNING = (
@@ -77,7 +77,8 @@ def run_command(main: Callable[[], Any]) -> None:
             raise
         path = error.filename2 or error.filename  # of a copy, the place that it goes to
         place = f": {os.fspath(path)}" if isinstance(path, (str, os.PathLike)) else ""
-        sys.exit(f"error: {os.strerror(error.errno)}{place}. {ELSEWHERE}.")
+        limit = ". ulimit -f sets the largest size of a file" if error.errno == errno.EFBIG else ""
+        sys.exit(f"error: {os.strerror(error.errno)}{place}{limit}. {ELSEWHERE}.")
     except SIGTERMException:
         sys.exit(TERMINATED)
     except KeyboardInterrupt:

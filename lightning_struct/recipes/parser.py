@@ -37,7 +37,8 @@ LEFT_OUT = re.compile(r"trainer|weights_only|(model|data)$")
 MORE_HELP = """\
 a trial, and more options:
   --quick               Run the whole command within a minute: a small network,
-                        few samples, made by the recipe, and few steps.
+                        few samples, of --data.data_dir or else made by the
+                        recipe, and few steps.
   --help.full           Describe the options of the Trainer, too.
   --model.help CLASS    Describe the options of a class of models; likewise
                         --data.help if --data names a class.
@@ -132,7 +133,7 @@ def suggestion(message: str, parser: argparse.ArgumentParser) -> str:
         name = next(name for name in wrong.groups() if name is not None)
         if subcommands and options & {f"--{name}", f"--{name.partition('.')[0]}"}:  # the latter: within a config
             command = f"{parser.prog} {min(subcommands)}"
-            return f"Options come after the subcommand, --config too, as in: {command} --{name}=..."
+            return f"Options come after the subcommand, --config too: begin with {command}"
         if homes := _homes(name, options, parser):
             return f"Did you mean {homes[0]}?"
         part, _, rest = name.partition(".")
@@ -140,7 +141,7 @@ def suggestion(message: str, parser: argparse.ArgumentParser) -> str:
         if rest and names:
             near = get_close_matches(rest, names, n=1)
             return f"Did you mean --{part}.{near[0]}?" if near else f"--{part} has the options {', '.join(names)}."
-        return did_you_mean(f"--{name}", options) or did_you_mean(f"--{part}", options)
+        return did_you_mean(f"--{name}", {*options, "--quick"}) or did_you_mean(f"--{part}", options)
     return ""
 
 

@@ -51,6 +51,10 @@ def message_of(*arguments, recipe=mnist_fnn):
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "some copy", None, "results/x.ckpt"),
             f"error: No space left on device: results/x.ckpt. {ELSEWHERE}.",
         ),
+        (
+            OSError(errno.EFBIG, "", "x.ckpt"),
+            f"error: File too large: x.ckpt. ulimit -f sets the largest size of a file. {ELSEWHERE}.",
+        ),
         (SIGTERMException(), 143),
         (KeyboardInterrupt(), 130),
     ],
@@ -95,11 +99,12 @@ def test_other_errors_keep_their_traceback(error):
         (["fit", "--model.network.layer_size=[784,10]"], "Did you mean --layer_sizes?"),
         (["fit", "--model=RLSClasifier"], "Did you mean RLSClassifier?"),
         (["fit", "--optimizer=torch.optim.SGD"], "Did you mean --model.optimizer?"),
+        (["fit", "--quik"], "Did you mean --quick?"),
         (["fit", "--lr_scheduler.gamma=0.5"], "Did you mean --model.lr_scheduler.gamma?"),
         (["fit", "--batch_size=5"], "Did you mean --data.batch_size?"),
         (["--trainer.max_epochs=3", "fit"], "Options come after the subcommand"),
         (["--config", "hrls", "fit"], "Options come after the subcommand, --config too"),
-        (["--data.synthetic=true"], "mnist_fnn fit --data.synthetic=..."),
+        (["--data.synthetic=true"], "mnist_fnn fit\n"),
     ],
 )
 def test_wrong_option_is_answered_with_the_nearest(arguments, question, capsys):
@@ -282,3 +287,28 @@ def test_interrupted_run_keeps_its_curves_and_says_how_to_resume(number, status,
     resume = f"python -m lightning_struct.recipes.mnist_fnn fit --ckpt_path {run}/checkpoints/last.ckpt"
     assert code == status and resume in capsys.readouterr().err
     assert {"metrics.csv", "training_curves.png"} <= {path.name for path in run.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("content", "flips", "message"),
+    [
+        ({"weight": torch.zeros(300)}, False, "no checkpoint of Lightning, as it has no state_dict"),
+        (torch.zeros(300), False, "no checkpoint of Lightning, as it has no state_dict"),
+        ({"state_dict": {"weight": torch.ones(300)}, "pytorch-lightning_version": "2.6.0"}, True, "damaged"),
+    ],
+)
+def test_a_file_that_is_no_checkpoint_or_damaged_is_refused(content, flips, message):
+    torch.save(content, "some.ckpt")
+    if flips:
+        written = Path("some.ckpt").read_bytes()
+        one = torch.ones(1).numpy().tobytes()
+        Path("some.ckpt").write_bytes(written.replace(8 * one, 7 * one + torch.zeros(1).numpy().tobytes(), 1))
+    with pytest.raises(MisconfigurationException, match=f"some.ckpt is {message}"):
+        mnist_fnn.main(["fit", "--config=adam", "--ckpt_path=some.ckpt"])
+
+
+@pytest.mark.parametrize(("options", "synthetic"), [([], True), (["--data.data_dir=files"], False)])
+def test_a_trial_is_on_given_data_if_there_are_any(options, synthetic, capsys):
+    with pytest.raises(SystemExit):
+        mnist_fnn.main(["fit", "--quick", *options, "--print_config"])
+    assert f"synthetic: {str(synthetic).lower()}" in capsys.readouterr().out

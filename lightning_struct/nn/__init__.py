@@ -5,11 +5,13 @@ from lightning_struct.nn.adapters import (
     adapter_parameter_groups,
     adapter_state_dict,
     add_adapters,
+    delete_adapter,
     disable_adapters,
     load_adapter_state_dict,
     merge_adapters,
     merged_adapters,
     set_adapter,
+    unload_adapters,
 )
 from lightning_struct.nn.attention import StructuredAttention
 from lightning_struct.nn.baselines import Circulant, PrunedLinear, reduced_hidden_units, sparse_normal_
@@ -33,9 +35,9 @@ __all__ = [
     "LDRSubdiagonal", "LDRTridiagonal", "LowRank", "Monarch", "PatchLinear", "PrunedLinear", "RandomizedHadamard",
     "RecursiveLinear", "StructuredAttention", "StructuredLSTM", "StructuredLinear", "ToeplitzLike", "VandermondeLike",
     "adapter_parameter_groups", "adapter_state_dict", "add_adapters", "apply_structure", "compress",
-    "disable_adapters", "freeze", "jacobian_norms", "layer_structure", "load_adapter_state_dict", "load_adapters",
-    "merge_adapters", "merged_adapters", "reduced_hidden_units", "replace_conv", "replace_linear",
-    "replacement_report", "save_adapters", "set_adapter", "sparse_normal_",
+    "delete_adapter", "disable_adapters", "freeze", "jacobian_norms", "layer_structure", "load_adapter_state_dict",
+    "load_adapters", "merge_adapters", "merged_adapters", "reduced_hidden_units", "replace_conv", "replace_linear",
+    "replacement_report", "save_adapters", "set_adapter", "sparse_normal_", "unload_adapters",
 ]  # fmt: skip
 
 STRUCTURED_CLASSES: dict[str, type[StructuredLinear]] = {

@@ -143,6 +143,8 @@ def add_adapters(
     for module in model.modules():
         if callable(getattr(type(module), "save_pretrained", None)):
             vars(module)["save_pretrained"] = partial(_save_base, module)
+        if callable(getattr(type(module), "resize_token_embeddings", None)):
+            vars(module)["resize_token_embeddings"] = partial(_resize_base, module)
     new_layers = [(place, adapted[layer]) for place, layer, _ in places if not isinstance(layer, AdaptedLinear)]
     model = set_modules(model, [(place, new) for place, new in new_layers if isinstance(new, AdaptedLinear)])
     if any(update.name != name for update in _updates(model)):
@@ -183,6 +185,74 @@ def set_adapter(model: nn.Module, name: str) -> None:
 
 
 @checked
+def delete_adapter(model: nn.Module, name: str) -> None:
+    """Remove one of several adapters, in place. If it was the active one, the first of the others is active now.
+
+    Args:
+        model: after :func:`add_adapters`.
+        name: of an adapter.
+
+    Raises:
+        ValueError: the model has no adapter of that name, or no other one: see :func:`unload_adapters`.
+
+    Example:
+        >>> from lightning_struct.nn import Circulant, LowRank
+        >>> model = add_adapters(nn.Sequential(nn.Linear(8, 8)), LowRank)
+        >>> model = add_adapters(model, Circulant, name="other")
+        >>> delete_adapter(model, "default")
+        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        ['0.update.adapter.column']
+    """
+    require_adapters(model)
+    active = [update.name for update in _updates(model) if update.is_enabled and update.name != name]
+    others = [update.name for update in _updates(model) if update.name != name]
+    if not others:
+        raise ValueError(f"no adapter but {name!r} is there: unload_adapters removes it, merge_adapters merges it")
+    set_adapter(model, name)  # an error if there is none
+    bases = []
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, AdaptedLinear):
+            module.remove_update(name)
+            bases += [] if module.updates else [(path, module.base)]
+        elif _has_updated_weights(module) and all(update.name == name for update in _updates(module)):
+            remove_parametrizations(module)
+        elif isinstance(module, UpdatedWeight):
+            module.remove_updates(name)
+    set_modules(model, bases)
+    set_adapter(model, [*active, *others][0])
+
+
+@checked
+def unload_adapters(model: Model) -> Model:
+    """Remove all adapters without adding them to the weights, in place: the model is its base again.
+
+    Weights that ``train=`` of :func:`add_adapters` has named get their values from before, and still require gradients.
+
+    Args:
+        model: after :func:`add_adapters`.
+
+    Returns:
+        ``model``; the base if it is an adapted layer itself.
+
+    Raises:
+        ValueError: the model has no adapters.
+
+    Example:
+        >>> from lightning_struct.nn import LowRank
+        >>> unload_adapters(add_adapters(nn.Sequential(nn.Linear(8, 8)), LowRank))
+        Sequential(
+          (0): Linear(in_features=8, out_features=8, bias=True)
+        )
+    """
+    with torch.no_grad():
+        for _, _, trained, value in _kept(model):
+            trained.copy_(value)
+    for update in _updates(model):
+        update.is_enabled = False
+    return merge_adapters(model)
+
+
+@checked
 def merge_adapters(model: Model) -> Model:
     """Add the updates of the active adapter to the weights, and remove all adapters, in place.
 
@@ -216,8 +286,9 @@ def merge_adapters(model: Model) -> Model:
     merged = _with_merged_weights(model)
     for module in merged.modules():
         vars(module).pop(_KEPT, None)
-        if isinstance(vars(module).get("save_pretrained"), partial):
-            del module.save_pretrained
+        for own in ("save_pretrained", "resize_token_embeddings"):
+            if isinstance(vars(module).get(own), partial):
+                delattr(module, own)
         config = getattr(module, "config", None)
         if untied and getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False  # type: ignore[union-attr]
@@ -322,6 +393,17 @@ def _save_base(model: Any, *args: Any, **kwargs: Any) -> Any:
     )
     with disable_adapters(model), merged_adapters(model) as base:
         return type(base).save_pretrained(base, *args, **kwargs)
+
+
+def _resize_base(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The ``resize_token_embeddings`` of a model with adapters, as transformers has it, if it does not touch them."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if adapted := [layer.base for layer in ends if isinstance(layer, AdaptedLinear)]:
+        raise ValueError(
+            f"resize_token_embeddings cannot resize the adapter of {adapted[0]}: call it before add_adapters, or after "
+            "merge_adapters or unload_adapters"
+        )
+    return type(model).resize_token_embeddings(model, *args, **kwargs)
 
 
 @checked

@@ -46,7 +46,8 @@ def replacement_report(model: nn.Module) -> ReplacementReport:
 
     Its columns are the name, the class with its arguments, the parameters of the matrix, those of a dense one,
     the compression ratio, and the relative error of those that were made from a trained layer. The last row has all
-    parameters of the model, biases and other layers too; adapters have taken the place of nothing there.
+    parameters of the model, biases and other layers too; adapters have taken the place of nothing there. With adapters
+    a line below has the number of trained parameters.
 
     Args:
         model: any.
@@ -90,9 +91,12 @@ def replacement_report(model: nn.Module) -> ReplacementReport:
         replacing = set(structured.values()) - adapters
         saved = sum(layer.in_features * layer.out_features - layer.weight_parameters for layer in replacing)
         rows.append(("the whole model", "", f"{now:,}", f"{now + saved:,}", f"{(now + saved) / now:.1f}", ""))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     layout = "  ".join(f"{{:{'<' if i < 2 else '>'}{width}}}" for i, width in enumerate(widths))
     lines = [layout.format(*row) for row in rows]
+    if structured and adapters:
+        lines.append(f"{trained:,} of {now:,} parameters are trained ({trained / now:.2%})")
     skipped = reasons_for_left(model)
     lines += [f"{name} is left as it is: {reason}" for name, reason in skipped.items()]
     report = ReplacementReport("\n".join(lines))

@@ -189,6 +189,14 @@ class AdaptedLinear(nn.Module):
         """The updates of all adapters of the layer, in the order in which they were added."""
         return [module for module in self.children() if isinstance(module, StructuredUpdate)]
 
+    def remove_update(self, name: str) -> None:
+        """Remove the update of an adapter; the first of the others is ``update`` then, as if it were the only one."""
+        others = [update for update in self.updates if update.name != name]
+        for attribute in [attribute for attribute, module in self.named_children() if module is not self.base]:
+            delattr(self, attribute)
+        for index, update in enumerate(others):
+            setattr(self, f"update_{update.name}" if index else "update", update)
+
     @property
     def active(self) -> StructuredUpdate | None:
         """The update that is added; None if there is none at present."""
@@ -266,6 +274,10 @@ class UpdatedWeight(nn.Module):
         """Take in the updates of other rows or of another adapter."""
         both = {**self.updates, **others.updates}
         self.updates = nn.ModuleDict({key: both[key] for key in sorted(both, key=_row_of)})
+
+    def remove_updates(self, name: str) -> None:
+        """Remove the updates of an adapter."""
+        self.updates = nn.ModuleDict({key: update for key, update in self.updates.items() if update.name != name})
 
     def of_row(self, row: int) -> list[StructuredUpdate]:
         """The updates of the block of rows that begins there."""

@@ -15,12 +15,15 @@ from lightning_struct.nn import (
     LowRank,
     RandomizedHadamard,
     add_adapters,
+    delete_adapter,
     disable_adapters,
     load_adapters,
     merge_adapters,
     merged_adapters,
+    replacement_report,
     save_adapters,
     set_adapter,
+    unload_adapters,
 )
 from lightning_struct.nn.updates import StructuredUpdate
 from tests.nn.layers import Conv1D
@@ -122,6 +125,69 @@ def test_trained_weights_are_those_of_the_base_while_adapters_are_disabled(loade
     merged = merge_adapters(copy.deepcopy(model))
     torch.testing.assert_close(merged(x), expected)
     assert [*merged.state_dict()] == [*base.state_dict()] and {*names} <= {*model.state_dict()}
+
+
+@pytest.mark.parametrize("deleted", ["first", "second", "third"])
+def test_a_deleted_adapter_leaves_the_others_and_an_unloaded_model_is_the_base(base, deleted, tmp_path):
+    model, names = copy.deepcopy(base).eval(), ["first", "second", "third"]
+    for name in names:
+        add_adapters(
+            model, partial(LowRank, rank=2), name=name, include=["up", "attention.q_proj", "attention.out_proj"]
+        )
+    add_adapters(model, LowRank, include=["head", "attention.v_proj"], name=deleted)
+    for update in [module for module in model.modules() if isinstance(module, StructuredUpdate)]:
+        nn.init.normal_(update.adapter.G)
+    expected = {}
+    for name in names:
+        set_adapter(model, name)
+        expected[name] = model(X)
+    set_adapter(model, "second")
+    delete_adapter(model, deleted)
+    rest = [name for name in names if name != deleted]
+    torch.testing.assert_close(model(X), expected["second" if "second" in rest else "first"])
+    assert type(model.head) is nn.Linear
+    for name in rest:
+        set_adapter(model, name)
+        torch.testing.assert_close(model(X), expected[name])
+        save_adapters(model, tmp_path / name)
+        torch.testing.assert_close(load_adapters(copy.deepcopy(base), tmp_path / name).eval()(X), expected[name])
+    delete_adapter(model, rest[0])
+    torch.testing.assert_close(model(X), expected[rest[1]])
+    with pytest.raises(ValueError, match=f"no adapter but '{rest[1]}' is there: unload_adapters removes it"):
+        delete_adapter(model, rest[1])
+    assert " parameters are trained (" in replacement_report(model)
+    state, before = unload_adapters(model).state_dict(), base.state_dict()
+    assert state.keys() == before.keys() and all(torch.equal(value, before[name]) for name, value in state.items())
+
+
+def test_unloaded_weights_that_were_trained_are_those_of_the_base(base, trained):
+    assert all(torch.equal(p, base.get_parameter(name)) for name, p in unload_adapters(trained).named_parameters())
+
+
+class LanguageModel(nn.Module):
+    """As those of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.up, self.lm_head = nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 9)
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def resize_token_embeddings(self, size):
+        self.lm_head = nn.Linear(8, size)
+
+
+def test_an_adapted_head_is_not_resized():
+    model = add_adapters(LanguageModel(), LowRank, include=["up", "lm_head"])
+    with pytest.raises(ValueError, match="resize_token_embeddings cannot resize the adapter of Linear.*before add_ada"):
+        model.resize_token_embeddings(12)
+    unload_adapters(model).resize_token_embeddings(12)
+    add_adapters(model, LowRank).resize_token_embeddings(13)
+    assert model.lm_head.out_features == 13
 
 
 def damaged(folder, **changed):

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,10 +109,14 @@ def description_of(model: nn.Module) -> dict[str, Any]:
 
 
 def norms_of(weights: Mapping[str, Tensor]) -> dict[str, float]:
-    """The norm of each weight. They come from a device together, so there is one wait for it."""
-    norms = [torch.linalg.vector_norm(weight.detach(), dtype=torch.float64) for weight in weights.values()]
-    together = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist() if norms else []
-    return dict(zip(weights, together, strict=True))
+    """The norm of each weight, but of quantised ones. They come from a device together, so there is one wait for it."""
+    norms: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        with suppress(NotImplementedError, RuntimeError):  # of integers, and of tensors that are quantised
+            norms[name] = torch.linalg.vector_norm(weight.detach(), dtype=torch.float64)
+    device = next((norm.device for norm in norms.values()), None)
+    together = torch.stack([norm.to(device) for norm in norms.values()]).tolist() if norms else []
+    return dict(zip(norms, together, strict=True))
 
 
 def check_base(weights: Mapping[str, Tensor], norms: Mapping[str, float]) -> None:

@@ -775,6 +775,11 @@ def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
     tensors = layer.base._parameters | layer.base._buffers  # torch leaves a frozen weight without its norm as a buffer
     weight = None if kind is None else tensors.get(_matrix_of(layer.base).weight)
     own = layer.base._parameters.get("weight")
+    if own is not None and (not own.is_floating_point() or not type(own).__module__.startswith("torch.")):
+        raise ValueError(
+            f"{cannot}, which is quantised: load_adapters beside the base in full precision, merge there, and quantise "
+            "the result; or leave the adapter in"
+        )
     if kind is None and own is not None and own.shape == (layer.out_features, layer.in_features):
         raise ValueError(
             f"{cannot}: {type(layer.base).__name__} has a forward of its own, as with an activation, and the "
@@ -783,8 +788,8 @@ def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
         )
     if weight is None or not weight.is_floating_point() or weight.numel() != layer.in_features * layer.out_features:
         raise ValueError(
-            f"the weight of {f'{name}.base' if name else 'the base'} cannot be added to: it is parametrized, pruned or "
-            "quantised. Undo that first (torch.nn.utils.parametrize.remove_parametrizations), or leave the adapter in"
+            f"the weight of {f'{name}.base' if name else 'the base'} cannot be added to: it is parametrized or pruned. "
+            "Undo that first (torch.nn.utils.parametrize.remove_parametrizations), or leave the adapter in"
         )
 
 

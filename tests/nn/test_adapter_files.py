@@ -164,6 +164,70 @@ def test_unloaded_weights_that_were_trained_are_those_of_the_base(base, trained)
     assert all(torch.equal(p, base.get_parameter(name)) for name, p in unload_adapters(trained).named_parameters())
 
 
+class Int8(torch.Tensor):
+    """A quantised tensor as torchao has it: it knows the product, and hardly more."""
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+
+    def __init__(self, values):
+        self.values = values
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is nn.functional.linear:
+            x, weight, bias = args
+            return func(x, weight.values / 100, bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values)
+        raise NotImplementedError(str(func))
+
+
+class Int8Linear(nn.Linear):
+    """As bitsandbytes has it."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.weight = nn.Parameter((self.weight * 100).char(), requires_grad=False)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight / 100, self.bias)
+
+
+def quantised(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    if kind == "torchao":
+        model[0].weight = nn.Parameter(Int8((model[0].weight.detach() * 100).char()), requires_grad=False)
+    else:
+        model[0] = Int8Linear(8, 8)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["torchao", "bitsandbytes"])
+def test_adapters_of_a_quantised_base_are_saved_loaded_and_disabled_but_not_merged(kind, tmp_path):
+    base, x = quantised(kind), torch.randn(3, 8)
+    before, model = base(x), add_adapters(quantised(kind), LowRank)
+    for layer in (model[0], model[2]):
+        nn.init.normal_(layer.update.adapter.G)
+    model(x).sum().backward()
+    assert model[0].update.adapter.H.grad.count_nonzero() > 0
+    with disable_adapters(model):
+        assert torch.equal(model(x), before)
+    save_adapters(model, tmp_path)
+    assert torch.equal(load_adapters(base, tmp_path)(x), model(x))
+    with pytest.raises(
+        ValueError, match="of 0 cannot be added to its weight, which is quantised: load_adapters beside"
+    ):
+        merge_adapters(model)
+    assert torch.equal(unload_adapters(model)(x), before)
+
+
 class LanguageModel(nn.Module):
     """As those of transformers."""
 

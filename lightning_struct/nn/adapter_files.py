@@ -27,6 +27,7 @@ from lightning_struct.nn.adapters import (
 )
 from lightning_struct.nn.layer_structure import layer_factory, structure_entry
 from lightning_struct.nn.selection import Model
+from lightning_struct.nn.torch_modules import is_sharded, whole
 from lightning_struct.nn.updates import AdaptedLinear, StructuredUpdate
 
 _FORMAT = 1
@@ -45,7 +46,8 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
         model: after :func:`~lightning_struct.nn.add_adapters`.
         folder: made if it is not there. It gets ``adapters.json`` (class, arguments, scale and sizes of each adapter),
             and the weights that :func:`~lightning_struct.nn.adapter_state_dict` returns, as ``adapters.safetensors`` if
-            safetensors is installed, else as ``adapters.pt``.
+            safetensors is installed, else as ``adapters.pt``. If FSDP2 shards the model, all processes call this, and
+            the first one writes.
 
     Raises:
         ValueError: the model has no adapters, or they hold NaN.
@@ -63,17 +65,22 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
     frozen, named = frozen_parameter_names(model), model.named_parameters(remove_duplicate=False)
     described["base_norms"] = norms_of({plain_name(name): p for name, p in named if plain_name(name) in frozen})
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     of_folder = names_in_folder(model)
     if not described["layers"]:
         raise ValueError(f"no adapter of {type(model).__name__} is active: save it outside of disable_adapters")
-    weights = {
-        of_folder[name]: value.detach().cpu().contiguous()
-        for name, value in adapter_state_dict(model).items()
-        if name in of_folder
-    }
+    state = {name: value for name, value in adapter_state_dict(model).items() if name in of_folder}
+    weights = {of_folder[name]: whole(value.detach()).cpu().contiguous() for name, value in state.items()}
     if wrong := [name for name, value in weights.items() if not value.isfinite().all()]:
         raise ValueError(f"the adapters hold NaN or infinity in {', '.join(wrong[:3])}, and are not saved")
+    sharded = any(map(is_sharded, state.values()))
+    if not sharded or torch.distributed.get_rank() == 0:
+        _write(folder, described, weights)
+    if sharded:
+        torch.distributed.barrier()
+
+
+def _write(folder: Path, described: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     for file in (_SAFE, _PICKLED):  # of an earlier call, perhaps in the other format
         (folder / file).unlink(missing_ok=True)
     if find_spec("safetensors"):
@@ -113,7 +120,7 @@ def norms_of(weights: Mapping[str, Tensor]) -> dict[str, float]:
     norms: dict[str, Tensor] = {}
     for name, weight in weights.items():
         with suppress(NotImplementedError, RuntimeError):  # of integers, and of tensors that are quantised
-            norms[name] = torch.linalg.vector_norm(weight.detach(), dtype=torch.float64)
+            norms[name] = whole(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64))
     device = next((norm.device for norm in norms.values()), None)
     together = torch.stack([norm.to(device) for norm in norms.values()]).tolist() if norms else []
     return dict(zip(norms, together, strict=True))

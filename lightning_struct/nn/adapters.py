@@ -20,7 +20,13 @@ from lightning_struct.nn.replace import LayerFactory, check_has_shape, check_mak
 from lightning_struct.nn.report import note_left, reasons_as_text
 from lightning_struct.nn.selection import Model, Selection, Selector, is_at_or_below, sharing_weights
 from lightning_struct.nn.structured import StructuredLinear
-from lightning_struct.nn.torch_modules import add_parametrization, remove_parametrizations
+from lightning_struct.nn.torch_modules import (
+    add_parametrization,
+    is_sharded,
+    remove_parametrizations,
+    set_values,
+    whole,
+)
 from lightning_struct.nn.updates import AdaptedLinear, Sides, StructuredUpdate, UpdatedWeight, check_options, updated
 
 _log = logging.getLogger(__name__)
@@ -244,9 +250,10 @@ def unload_adapters(model: Model) -> Model:
           (0): Linear(in_features=8, out_features=8, bias=True)
         )
     """
-    with torch.no_grad():
-        for _, _, trained, value in _kept(model):
-            trained.copy_(value)
+    require_adapters(model)
+    _reshard(model)
+    for _, _, trained, value in _kept(model):
+        set_values(trained, value)
     for update in _updates(model):
         update.is_enabled = False
     return merge_adapters(model)
@@ -282,7 +289,13 @@ def merge_adapters(model: Model) -> Model:
         )
     """
     require_adapters(model)
+    is_whole = not _reshard(model)
     untied = _weights_to_untie(model)
+    if not is_whole and (untied or any(map(_has_updated_weights, model.modules()))):
+        raise ValueError(
+            "adapters of attention and of weights that modules share cannot be merged while they are sharded: "
+            "save_adapters, and merge where load_adapters has a whole model"
+        )
     merged = _with_merged_weights(model)
     for module in merged.modules():
         vars(module).pop(_KEPT, None)
@@ -328,6 +341,8 @@ def merged_adapters(model: Model) -> Iterator[Model]:
         'AdaptedLinear'
     """
     require_adapters(model)
+    if _reshard(model):
+        raise ValueError("sharded weights have updates for good only: call merge_adapters, perhaps after save_adapters")
     linear = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, AdaptedLinear)]
     weights = [(layer.base, {**layer.base._parameters}, {**layer.base._buffers}) for _, layer in linear]
     parametrized = [m for m in model.modules() if _has_updated_weights(m)]
@@ -354,7 +369,7 @@ def _with_merged_weights(model: Model) -> Model:
     for name, update in named:
         if not isinstance(update, StructuredUpdate) or not update.is_enabled:
             continue
-        if wrong := [part for part, p in update.named_parameters() if not p.isfinite().all()]:
+        if wrong := [part for part, p in update.named_parameters() if not whole(p).isfinite().all()]:
             raise NotFinite(
                 f"the adapter {name} holds NaN or infinity in {', '.join(wrong)}, and is not added to the weights: "
                 "load an earlier state by load_adapter_state_dict"
@@ -366,6 +381,14 @@ def _with_merged_weights(model: Model) -> Model:
         if _has_updated_weights(module):
             remove_parametrizations(module)
     return model
+
+
+def _reshard(model: nn.Module) -> bool:
+    """Whether FSDP2 shards parameters of a model. They are sharded afterwards, also those that a forward has left."""
+    for module in model.modules():
+        if callable(reshard := getattr(module, "reshard", None)):
+            reshard()
+    return any(map(is_sharded, model.parameters()))
 
 
 def _weights_to_untie(model: nn.Module) -> list[str]:
@@ -536,6 +559,11 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
     updates = _updates(model)
     before = [update.is_enabled for update in updates]
     kept = _kept(model)
+    if kept and _reshard(model):
+        raise ValueError(
+            "the weights that train= names are sharded, and cannot be those of the base for a while: call the base "
+            "itself, a copy from before fully_shard"
+        )
     for update in updates:
         update.is_enabled = False
     for module, name, trained, value in kept:
@@ -798,8 +826,15 @@ def _merge(layer: AdaptedLinear) -> None:
     matrix = _matrix_of(layer.base)
     weight = getattr(layer.base, matrix.weight)
     assert layer.active is not None
+    for module in layer.active.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if is_sharded(parameter):
+                setattr(module, name, nn.Parameter(whole(parameter)))
     update = layer.active.to_dense()
     update = as_filters(layer.base, update) if has_filters(layer.base) else update.T if matrix.transposed else update
-    merged = updated(weight, update)
+    merged = updated(whole(weight), update)
+    if is_sharded(weight):  # the parameters of FSDP2 must stay
+        set_values(weight, merged)
+        return
     is_parameter = isinstance(weight, nn.Parameter)
     setattr(layer.base, matrix.weight, nn.Parameter(merged, weight.requires_grad) if is_parameter else merged)

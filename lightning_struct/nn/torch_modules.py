@@ -66,6 +66,26 @@ def _makes_weight(hook: Any) -> bool:
     return (getattr(hook, "__module__", None) or "").startswith("torch.nn.utils.")  # of a function, or of a class
 
 
+def is_sharded(tensor: Any) -> bool:
+    """Whether each process has a part of a tensor only, as those of FSDP2."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Any) -> Tensor:
+    """A tensor with all of its entries, of a sharded one in all processes."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+@torch.no_grad()
+def set_values(parameter: Any, values: Tensor) -> None:
+    """Set all entries of a parameter, of a sharded one in all processes."""
+    if is_sharded(parameter):
+        from torch.distributed.tensor import distribute_tensor
+
+        values = distribute_tensor(values.to(parameter.device), parameter.device_mesh, parameter.placements)
+    parameter.copy_(values)
+
+
 def add_parametrization(module: nn.Module, name: str, parametrization: nn.Module) -> None:
     """Parametrize a weight as ``torch.nn.utils.parametrize`` does, such that the module can be pickled.
 

@@ -27,6 +27,7 @@ from lightning_struct.nn import (
 )
 from lightning_struct.nn.updates import StructuredUpdate
 from tests.nn.layers import Conv1D
+from tests.processes import in_two_processes
 
 
 class Network(nn.Module):
@@ -226,6 +227,31 @@ def test_adapters_of_a_quantised_base_are_saved_loaded_and_disabled_but_not_merg
     ):
         merge_adapters(model)
     assert torch.equal(unload_adapters(model)(x), before)
+
+
+def of_shards(base, folder, rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = add_adapters(copy.deepcopy(base), LowRank, include=["0", "2"], train="3")
+    for parameter in [parameter for parameter in model.parameters() if parameter.requires_grad]:
+        nn.init.normal_(parameter)
+    x = torch.randn(4, 3, 8)
+    expected = model(x).detach()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model(x).square().mean().backward()
+    save_adapters(model, folder)
+    return [expected, model(x).detach(), load_adapters(base, folder)(x).detach(), merge_adapters(model)(x).detach()]
+
+
+@pytest.mark.slow
+def test_sharded_adapters_are_saved_once_and_merged(tmp_path):
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Conv1d(3, 3, 3), nn.Linear(10, 6))
+    for expected, *results in in_two_processes(partial(of_shards, base, tmp_path / "adapters"), tmp_path):
+        for result in results:
+            torch.testing.assert_close(result, expected)
 
 
 class LanguageModel(nn.Module):

@@ -25,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -34,20 +35,8 @@ from torch import Tensor, nn
 from torchvision.datasets import MNIST, USPS
 from torchvision.transforms.functional import pil_to_tensor
 
-from harness import (
-    RESULTS,
-    Run,
-    load_runs,
-    make_directory,
-    make_parser,
-    print_header,
-    print_machines,
-    print_row,
-    progress,
-    run_name,
-    run_once,
-    spread,
-)
+import harness
+from harness import Run
 from lightning_struct.data.larochelle import vary_digits
 from lightning_struct.nn import (
     Circulant,
@@ -154,9 +143,9 @@ NETWORKS: dict[str, type[Perceptron | VisionTransformer | CharacterModel]] = {
 }
 
 
-def shifts_of(name: str, shifts: Sequence[str]) -> Sequence[str]:
+def shifts_of(name: str) -> Sequence[str]:
     """The shifts that a network learns."""
-    return ("text",) if name == "characters" else shifts
+    return ("text",) if name == "characters" else SHIFTS
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -231,16 +220,17 @@ def fit(network: nn.Module, groups: list[dict], sample: Sample, steps: int, seed
 
 @torch.no_grad()
 def accuracy(network: nn.Module, sample: Sample) -> float:
-    """Per cent of the images whose class is found."""
+    """Per cent of the labels that are found."""
     network.eval()
-    return 100 * (network(sample[0]).argmax(1) == sample[1]).float().mean().item()
+    found = [network(x).argmax(1) == y for x, y in zip(sample[0].split(250), sample[1].split(250), strict=True)]
+    return 100 * torch.cat(found).float().mean().item()
 
 
 @torch.no_grad()
-def loss_of(network: nn.Module, sample: Sample) -> float:
-    """The mean cross-entropy."""
+def scores(network: nn.Module, sample: Sample) -> Run:
+    """The accuracy and the mean cross-entropy."""
     network.eval()
-    return F.cross_entropy(network(sample[0]), sample[1]).item()
+    return {"accuracy": accuracy(network, sample), "loss": F.cross_entropy(network(sample[0]), sample[1]).item()}
 
 
 def trained_before(name: str, directory: str, results: Path) -> nn.Module:
@@ -332,47 +322,47 @@ def run_way(
     start = time.process_time()
     fit(adapted, groups, sample, steps, seed, getattr(network, "batch", BATCH))  # type: ignore[arg-type]
     seconds = time.process_time() - start
-    found = {"accuracy": accuracy(adapted, tested), "loss": loss_of(adapted, tested)}
-    return found | {"parameters": parameters, "seconds": seconds}
+    return scores(adapted, tested) | {"parameters": parameters, "seconds": seconds}
 
 
 def measure(arguments: argparse.Namespace, results: Path) -> None:
     """All missing runs: rates first, then each shift with each seed."""
-    shifts = dict.fromkeys(s for name in arguments.networks for s in ("rotation", *shifts_of(name, arguments.shifts)))
+    shifts = dict.fromkeys(s for name in arguments.networks for s in ("rotation", *shifts_of(name)))
     data = {shift: shifted(arguments.data_dir, shift) for shift in shifts}
     networks = {name: trained_before(name, arguments.data_dir, results) for name in arguments.networks}
-    cells = [(name, way, rank) for name in arguments.networks for rank in arguments.ranks for way in arguments.ways]
+    cells = [(name, way, rank) for name in arguments.networks for rank in RANKS for way in WAYS]
     cells = [cell for cell in cells if cell[1:] not in LEFT_OUT]
-    for name, way, rank in progress(cells, len(cells), "rates"):
+    for name, way, rank in harness.progress(cells, len(cells), "rates"):
         train, check, _ = data["text" if name == "characters" else "rotation"]
         rate_steps = getattr(networks[name], "rate_steps", networks[name].steps)
         around = [RATES.index(FIRST_RATE.get(way, 3e-2))]
         while around:  # the best one and its neighbours
             for rate in (RATES[index] for index in around):
                 key = {"kind": "rate", "network": name, "way": way, "rank": rank, "rate": rate}
-                run = partial(run_way, way, networks[name], rate_steps, rank, rate, train, check, 100)
-                run_once(results, run_name(*key.values()), lambda key=key, run=run: key | run())
-            tried = {r["rate"] for r in load_runs(results) if r["kind"] == "rate" and cell_of(r) == (name, way, rank)}
-            best_one = RATES.index(best_rates(load_runs(results))[name, way, rank])
+                adapt = partial(run_way, way, networks[name], rate_steps, rank, rate, train, check, 100)
+                harness.run_once(results, harness.run_name(*key.values()), partial(with_key, key, adapt))
+            runs = harness.load_runs(results)
+            tried = {run["rate"] for run in runs if run["kind"] == "rate" and cell_of(run) == (name, way, rank)}
+            best_one = RATES.index(best_rates(runs)[name, way, rank])
             around = [i for i in (best_one - 1, best_one + 1) if 0 <= i < len(RATES) and RATES[i] not in tried]
-    best = best_rates(load_runs(results))
-    jobs = [(*c, shift, seed) for seed in arguments.seeds for c in cells for shift in shifts_of(c[0], arguments.shifts)]
-    for name, way, rank, shift, seed in progress(jobs, len(jobs), "shifts"):
-        train, _, test = data[shift]
-        key = {"kind": "shift", "network": name, "way": way, "rank": rank, "shift": shift, "seed": seed}
-        rate = best[name, way, rank]
-        steps = NETWORKS[name].steps
-        run = partial(run_way, way, networks[name], steps, rank, rate, train, test, seed)
-        run_once(results, run_name(*key.values()), lambda key=key, run=run, rate=rate: key | {"rate": rate} | run())
+    best = best_rates(harness.load_runs(results))
+    jobs = {}
+    for name, way, rank in cells:
+        for shift, seed in product(shifts_of(name), arguments.seeds):
+            train, _, test = data[shift]
+            key = {"kind": "shift", "network": name, "way": way, "rank": rank, "shift": shift, "seed": seed}
+            rate, steps = best[name, way, rank], NETWORKS[name].steps
+            adapt = partial(run_way, way, networks[name], steps, rank, rate, train, test, seed)
+            jobs[harness.run_name(*key.values())] = partial(with_key, key | {"rate": rate}, adapt)
     for name, network in networks.items():
-        for shift in shifts_of(name, arguments.shifts):
+        for shift in shifts_of(name):
             key = {"kind": "before", "network": name, "shift": shift}
-            test = data[shift][2]
-            run_once(
-                results,
-                run_name(*key.values()),
-                lambda key=key, n=network, test=test: key | {"accuracy": accuracy(n, test), "loss": loss_of(n, test)},
-            )
+            jobs[harness.run_name(*key.values())] = partial(with_key, key, partial(scores, network, data[shift][2]))
+    harness.run_all(results, jobs)
+
+
+def with_key(key: Run, run: Callable[[], Run]) -> Run:
+    return key | run()
 
 
 def cell_of(run: Run) -> tuple[str, str, int]:
@@ -395,61 +385,55 @@ def best_rates(runs: Sequence[Run]) -> dict[tuple[str, str, int], float]:
     return {cell: run["rate"] for cell, run in best.items()}
 
 
-def report(runs: Sequence[Run], networks: Sequence[str], shifts: Sequence[str]) -> None:
+def report(runs: Sequence[Run], networks: Sequence[str]) -> None:
     """A table for each network and budget: the median of the seeds for each shift, and the mean over shifts.
 
     The mean is that of the seeds that have all shifts. Of texts the table has the loss.
     """
-    given = shifts
     for name in networks:
-        shifts = shifts_of(name, given)
+        shifts = shifts_of(name)
         of_network = [run for run in runs if run["kind"] == "before" and run["network"] == name]
         before = {run["shift"]: abs(quality(run)) for run in of_network}
         for rank in RANKS:
             chosen = [r for r in runs if r["kind"] == "shift" and r["network"] == name and r["rank"] == rank]
-            chosen = [r for r in chosen if r["shift"] in shifts]
             if not chosen:
                 continue
             print(f"\n{name}, budget of low rank {rank}")
-            print_header("way", "parameters", "rate", *shifts, "mean", "seconds")
+            harness.print_header("way", "parameters", "rate", *shifts, "mean", "seconds")
             if before:
-                print_row("before", 0, "", *(f"{before[s]:.4g}" if s in before else "" for s in shifts), "", "")
+                harness.print_row("before", 0, "", *(f"{before[s]:.4g}" if s in before else "" for s in shifts), "", "")
             for way in WAYS:
                 of_way = [run for run in chosen if run["way"] == way]
                 if of_way:
-                    print_row(*summary(way, of_way, shifts))
+                    harness.print_row(*summary(way, of_way, shifts))
     print()
-    print_machines(runs)
+    harness.print_machines(runs)
 
 
 def summary(way: str, runs: Sequence[Run], shifts: Sequence[str]) -> list[str]:
     """A row of a table."""
     layout = "{:.3f}" if "text" in shifts else "{:.1f}"
     of_shift = {s: {r["seed"]: abs(quality(r)) for r in runs if r["shift"] == s} for s in shifts}
-    cells = [spread(list(found.values()), layout) if found else "" for found in of_shift.values()]
+    cells = [harness.spread(list(found.values()), layout) if found else "" for found in of_shift.values()]
     complete = set.intersection(*(set(found) for found in of_shift.values()))
     means = [statistics.mean(found[seed] for found in of_shift.values()) for seed in sorted(complete)]
     seconds = statistics.median(run["seconds"] for run in runs)
     first = runs[0]
-    mean = spread(means, layout) if means else ""
+    mean = harness.spread(means, layout) if means else ""
     return [way, f"{first['parameters']:,}", f"{first['rate']:g}", *cells, mean, f"{seconds:.1f}"]
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--data-dir", default="data", help="where the files of MNIST and USPS are")
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=["perceptron", "transformer"])
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, default=[1, 2], help="budgets, of low rank")
-    parser.add_argument("--shifts", nargs="+", choices=SHIFTS, default=list(SHIFTS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--report", action="store_true", help="print what is there, without new runs")
+    harness.add_run_options(parser, "adapters")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    results = make_directory(RESULTS / "adapters")
+    results = harness.make_directory(arguments.output)
     if not arguments.report:
         measure(arguments, results)
-    report(load_runs(results), arguments.networks, arguments.shifts)
+    report(harness.load_runs(results), arguments.networks)
 
 
 if __name__ == "__main__":

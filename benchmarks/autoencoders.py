@@ -1,8 +1,7 @@
 """SHF against Adam and other optimizers on the paper's autoencoders, both by the recipes that users run.
 
-    OMP_NUM_THREADS=1 python benchmarks/autoencoders.py usps --data-dir DIRECTORY [--seeds 0 1] [--jobs 2]
-    OMP_NUM_THREADS=1 python benchmarks/autoencoders.py mnist --data-dir DIRECTORY --seeds 0 --minutes 10
-    OMP_NUM_THREADS=1 python benchmarks/autoencoders.py curves --seeds 0 --minutes 10
+    OMP_NUM_THREADS=1 python benchmarks/autoencoders.py usps --data-dir DIRECTORY [--seeds 0 1]
+    OMP_NUM_THREADS=1 python benchmarks/autoencoders.py curves --seeds 0 --cpu-seconds 600
     OMP_NUM_THREADS=1 python benchmarks/autoencoders.py usps --data-dir DIRECTORY --kronecker --cpu-seconds 120
 
 Without ``--kronecker`` it compares SHF as in the paper (``recipes/TASK_autoencoder/shf.yaml``), the same with damping
@@ -20,8 +19,7 @@ With ``--kronecker`` it compares SHF with Kronecker factors (``recipes/TASK_auto
 ``--only`` names the ways that are run. Each way takes ``--cpu-seconds`` a seed: with 120 all of them take about 40
 minutes.
 
-Each run is a process of its own with one thread, and is kept in ``--output``: a benchmark that was stopped goes on
-where it was, and with more ``--cpu-seconds`` repeats the runs that had too few. Time is CPU time of the process,
+Runs are kept in ``--output``: a benchmark that was stopped goes on where it was. Time is CPU time of the process,
 validations included. Errors are ‖x̂ - x‖² averaged over samples, twice those of the paper.
 """
 
@@ -29,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -49,16 +46,7 @@ from lightning_struct.models import SHFAutoencoder
 
 ITERATIONS = (50, 100, 150, 200, 250, 300, 350, 390)
 CPU_SECONDS = (15, 30, 60, 120, 240, 480, 960)
-# The beginning of a way's name -> its name in pictures, in this order; of several ways the best is drawn.
-DRAWN = {
-    "kronecker": "SHF, Kronecker factors",
-    "adam": "Adam",
-    "soap": "SOAP",
-    "sgd": "SGD with momentum",
-    "l-bfgs": "L-BFGS",
-    "shf": "SHF of the paper",
-    "hf": "Martens' method",
-}
+DRAWN = {"adam 1e-3": "Adam", "shf": "SHF of the paper", "hf": "Martens' method"}
 
 
 class PrintedNormTest(SHFAutoencoder):
@@ -131,59 +119,48 @@ def kronecker_ways(task: str, options: argparse.Namespace, output: Path) -> dict
     config = configs / "kronecker.yaml"
     settings = yaml.safe_load(config.read_text())["model"]["init_args"]["optimizer"]["init_args"]
     l2 = settings["l2"]
-    optimizer = "--model.init_args.optimizer"
     first_order = [f"--config={configs / 'adam.yaml'}", *data, f"--trainer.max_epochs={options.adam_epochs}"]
-    falling = [
-        "--model.init_args.lr_scheduler=torch.optim.lr_scheduler.LinearLR",
-        "--model.init_args.lr_scheduler.init_args.start_factor=1",
-        "--model.init_args.lr_scheduler.init_args.end_factor=0.01",
-        f"--model.init_args.lr_scheduler.init_args.total_iters={options.adam_epochs}",
-    ]
+    decay = {"start_factor": 1, "end_factor": 0.01, "total_iters": options.adam_epochs}
+    falling = init_arguments("lr_scheduler", **decay, class_path="torch.optim.lr_scheduler.LinearLR")
     ways = {
         "kronecker": [f"--config={config}", *data],
-        "kronecker weak-start": [f"--config={config}", *data, f"{optimizer}.init_args.damping=1.0"],
+        "kronecker weak-start": [f"--config={config}", *data, *init_arguments("optimizer", damping=1.0)],
         "kronecker norm-test": [f"--config={by_norm_test(config, output)}", *data],
         "shf": [f"--config={configs / 'shf.yaml'}", *data],
         "hf": [f"--config={configs / 'hf.yaml'}", *data],
     }
     for rate in options.rates:
-        adam = [*first_order, f"{optimizer}.init_args.lr={rate}", f"{optimizer}.init_args.weight_decay={l2}"]
-        ways[f"adam {rate}"] = adam
-        ways[f"adam {rate} falling"] = [*adam, *falling]
+        ways[f"adam {rate}"] = [*first_order, *init_arguments("optimizer", lr=rate, weight_decay=l2)]
+        ways[f"adam {rate} falling"] = [*ways[f"adam {rate}"], *falling]
     for rate in ("1e-2", "3e-2"):
-        sgd = [
-            f"{optimizer}=torch.optim.SGD",
-            f"{optimizer}.init_args.lr={rate}",
-            f"{optimizer}.init_args.momentum=0.9",
-        ]
-        ways[f"sgd {rate}"] = [*first_order, *sgd, f"{optimizer}.init_args.weight_decay={l2}"]
-    lbfgs = [
-        f"{optimizer}=torch.optim.LBFGS",
-        f"{optimizer}.init_args.line_search_fn=strong_wolfe",
-        "--data.batch_size=2000",
-    ]
-    ways["l-bfgs"] = [*first_order, *lbfgs]
+        sgd = init_arguments("optimizer", "torch.optim.SGD", lr=rate, momentum=0.9, weight_decay=l2)
+        ways[f"sgd {rate}"] = [*first_order, *sgd]
+    lbfgs = init_arguments("optimizer", "torch.optim.LBFGS", line_search_fn="strong_wolfe")
+    ways["l-bfgs"] = [*first_order, *lbfgs, "--data.batch_size=2000"]
     if find_spec("pytorch_optimizer") is not None:
         for rate in ("1e-3", "3e-3"):
-            soap = [
-                f"{optimizer}=pytorch_optimizer.SOAP",
-                f"{optimizer}.init_args.lr={rate}",
-                f"{optimizer}.init_args.weight_decay=0",
-            ]
+            soap = init_arguments("optimizer", "pytorch_optimizer.SOAP", lr=rate, weight_decay=0)
             ways[f"soap {rate} falling"] = [*first_order, *soap, *falling]
     return ways
 
 
-def paper_ways(task: str, options: argparse.Namespace) -> dict[str, list[str]]:
+def init_arguments(of: str, class_path: str | None = None, **settings: object) -> list[str]:
+    """Arguments of the recipe for the model's optimizer or scheduler: another class, and its settings."""
+    path = f"--model.init_args.{of}"
+    return [f"{path}={class_path}"] * (class_path is not None) + [
+        f"{path}.init_args.{name}={value}" for name, value in settings.items()
+    ]
+
+
+def paper_ways(task: str, options: argparse.Namespace, output: Path) -> dict[str, list[str]]:
     """The ways without ``--kronecker``: name -> arguments of the recipe."""
     configs, data = harness.CONFIGS / f"{task}_autoencoder", data_arguments(task, options)
     shf, hf, adam = ([f"--config={configs / name}", *data] for name in ("shf.yaml", "hf.yaml", "adam.yaml"))
-    until = [f"--trainer.max_time=00:00:{options.minutes:02d}:00"] if options.minutes else []
-    bounded = [*until, f"--trainer.max_steps={options.iterations}"]
-    ways = {"shf": [*shf, *bounded], "hf": [*hf, *bounded]}
+    bound = f"--trainer.max_steps={options.iterations}"
+    ways = {"shf": [*shf, bound], "hf": [*hf, bound]}
     for rate in options.rates:
-        change = [f"--model.init_args.optimizer.init_args.lr={rate}", f"--trainer.max_epochs={options.adam_epochs}"]
-        ways[f"adam {rate}"] = [*adam, *until, *change]
+        change = [*init_arguments("optimizer", lr=rate), f"--trainer.max_epochs={options.adam_epochs}"]
+        ways[f"adam {rate}"] = [*adam, *change]
     if task == "usps":
         rule = "{class_path: LevenbergMarquardt, init_args: {initial: 7.5, center: origin}}"
         change = [f"--model.init_args.optimizer.init_args.damping={rule}", "--trainer.max_steps=200"]
@@ -192,7 +169,7 @@ def paper_ways(task: str, options: argparse.Namespace) -> dict[str, list[str]]:
     return ways
 
 
-def report(runs: Sequence[Run], output: Path) -> None:
+def report(runs: Sequence[Run]) -> None:
     by_name: dict[str, list[Run]] = {}
     for run in runs:
         by_name.setdefault(run["name"], []).append(run)
@@ -223,10 +200,6 @@ def report(runs: Sequence[Run], output: Path) -> None:
         harness.print_row(name, *cells)
     if "kronecker" in by_name:
         compare_with_adam(by_name)
-    draw_errors(by_name).savefig(output / "errors.png")
-    if "shf" in by_name:
-        draw_sizes(by_name["shf"]).savefig(output / "sizes.png")
-    print(f"\npictures: {output}")
 
 
 def progress_of(validation: dict[str, float], step: dict[str, float]) -> str:
@@ -242,53 +215,31 @@ def lowest(run: Run, seconds: float = float("inf")) -> float:
     return min((v["error"] for v in run["validations"] if v["cpu"] <= seconds), default=float("inf"))
 
 
-def best_of(by_name: dict[str, list[Run]], kind: str) -> str | None:
-    """The way of a kind whose lowest error is the best, on the mean over seeds, of those with the most seeds."""
-    names = [
-        name for name in by_name if name == kind or (name.startswith(f"{kind} ") and kind not in ("kronecker", "shf"))
-    ]
-    most = max((len(by_name[name]) for name in names), default=0)
-    complete = [name for name in names if len(by_name[name]) == most]
-    return min(complete, key=lambda name: statistics.mean(map(lowest, by_name[name])), default=None)
-
-
 def compare_with_adam(by_name: dict[str, list[Run]]) -> None:
-    """Seconds to the lowest error that Adam's best way ever has, for both and each seed."""
-    adam = best_of(by_name, "adam")
-    if adam is None:
-        return
-
-    def seconds_to(run: Run, error: float) -> float:
-        return min((v["cpu"] for v in run["validations"] if v["error"] <= error), default=float("inf"))
-
-    harness.print_header("seed", f"{adam}: lowest error", "at CPU s", "ways: CPU s to that error, lowest error")
-    for run in by_name[adam]:
-        error = lowest(run)
-        others = []
-        for name in (n for n in by_name if n.startswith("kronecker")):
-            others += [
-                f"{name} {seconds_to(other, error):.0f}, {lowest(other):.3f}"
-                for other in by_name[name]
-                if other["seed"] == run["seed"]
-            ]
-        harness.print_row(run["seed"], f"{error:.3f}", f"{seconds_to(run, error):.0f}", "; ".join(others))
+    """For each seed, the lowest error that Adam has with any rate, and who reaches it after which seconds."""
+    runs = [run for of_name in by_name.values() for run in of_name]
+    harness.print_header("seed", "Adam: lowest error", "ways: CPU s to that error, lowest error")
+    for seed in sorted({run["seed"] for run in runs if run["name"].startswith("adam")}):
+        of_seed = [run for run in runs if run["seed"] == seed]
+        adam = min((run for run in of_seed if run["name"].startswith("adam")), key=lowest)
+        error, cells = lowest(adam), []
+        for run in (adam, *(run for run in of_seed if run["name"].startswith("kronecker"))):
+            reached = min((v["cpu"] for v in run["validations"] if v["error"] <= error), default=float("inf"))
+            cells.append(f"{run['name']} {reached:.0f}, {lowest(run):.3f}")
+        harness.print_row(seed, f"{error:.3f}", "; ".join(cells))
 
 
 @style.readable
 def draw_errors(by_name: dict[str, list[Run]]) -> Figure:
-    """Validation error against CPU seconds, the best way of each kind; a curve for each seed."""
+    """Validation error against CPU seconds of the papers' ways; a curve for each seed."""
     figure = Figure(figsize=(style.WIDTH, 4.5), layout="constrained")
     axes = figure.subplots()
-    drawn: list[Run] = []
-    for kind, label in DRAWN.items():
-        name = best_of(by_name, kind)
-        for i, run in enumerate(by_name.get(name or "", [])):
+    for name, label in DRAWN.items():
+        for i, run in enumerate(by_name.get(name, [])):
             cpu, error = zip(*((v["cpu"], v["error"]) for v in run["validations"]), strict=True)
-            details = f", {name[len(kind) + 1 :]}" if name and len(name) > len(kind) else ""
-            axes.plot(
-                cpu, error, color=style.color_of(label), label=None if i else label + details, **style.seed_style(i)
-            )
-            drawn.append(run)
+            shown = None if i else label + name.replace("adam", ",") * name.startswith("adam")
+            axes.plot(cpu, error, color=style.color_of(label), label=shown, **style.seed_style(i))
+    drawn = [run for name in DRAWN for run in by_name.get(name, [])]
     axes.set(xlabel="CPU seconds, one thread", ylabel="validation error, mean of ‖x̂ - x‖²")
     axes.set(xscale="log", yscale="log")
     axes.set_xlim(left=max(2.0, 0.9 * min((run["validations"][0]["cpu"] for run in drawn), default=0.0)))
@@ -321,40 +272,26 @@ def main() -> None:
     parser = harness.make_parser(__doc__)
     parser.add_argument("task", choices=("usps", "mnist", "curves"), help="curves needs no data files")
     harness.add_data_options(parser)
-    parser.add_argument("--output", type=Path, help="default: results/benchmarks/TASK")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    harness.add_run_options(parser, None, seeds=[0, 1])
     parser.add_argument("--iterations", type=int, default=390, help="bound for SHF")
     parser.add_argument("--adam-epochs", type=int, default=800, help="bound for Adam")
-    parser.add_argument("--minutes", type=int, help="bound for each run, wall time")
     parser.add_argument("--rates", nargs="+", default=["5e-4", "1e-3", "2e-3", "3e-3"], help="of Adam")
     parser.add_argument("--kronecker", action="store_true", help="SHF with Kronecker factors and its rivals")
     parser.add_argument("--only", nargs="+", metavar="WAY", help="run these ways only, e.g. 'adam 1e-3'")
     parser.add_argument("--cpu-seconds", type=float, help="bound for each run, CPU time")
-    harness.add_job_options(parser)
     options = parser.parse_args()
-    if options.job:
-        harness.answer_job(options.job, partial(train, options.task, options.cpu_seconds))
-        return
     output = harness.make_directory(options.output or harness.RESULTS / options.task)
-    if options.kronecker:
-        ways = kronecker_ways(options.task, options, output)
-    else:
-        ways = paper_ways(options.task, options)
+    make = kronecker_ways if options.kronecker else paper_ways
+    ways = make(options.task, options, output)
     if unknown := set(options.only or ()) - set(ways):
         raise SystemExit(f"--only names {', '.join(unknown)}; there are: {', '.join(ways)}")
-    jobs = [
-        harness.Job(
-            f"{name}, seed {seed}",
-            harness.run_name(name, seed),
-            {"name": name, "seed": seed, "arguments": arguments},
-            options.cpu_seconds,
-        )
+    runs = {
+        harness.run_name(name, seed): partial(train, options.task, options.cpu_seconds, name, seed, arguments)
         for seed in options.seeds
         for name, arguments in ways.items()
         if name in (options.only or ways)
-    ]
-    if runs := harness.run_jobs(output, jobs, options.jobs):
-        report(runs, output)
+    }
+    report(harness.run_all(output, runs, options.report))
 
 
 if __name__ == "__main__":

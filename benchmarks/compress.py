@@ -1,7 +1,7 @@
 """Compression: accuracy against bytes of trained networks, beside SVD, pruning and int8.
 
     python benchmarks/compress.py --data-dir data
-    python benchmarks/compress.py --data-dir data --networks perceptron --picture docs/images/compress.png
+    python benchmarks/compress.py --data-dir data --networks perceptron
 
 A perceptron of 784-256-256-10 units learns MNIST, a small CNN CIFAR-10 at 16 x 16 pixels (files of images in data/train
 and data/test, or the official ones), and a small transformer the characters of a text (data/tinyshakespeare.txt). Each
@@ -15,8 +15,6 @@ is then made smaller by
 Then the smaller network is trained on for an epoch. Its weights are rounded to 8 bits, too, with a scale for each row,
 before and after. compress measures on samples that are neither trained nor tested on (256 images, 64 texts). Each seed
 trains its own network.
-
-``--files`` has the sizes of ONNX files instead, and what onnxruntime takes for a sample.
 """
 
 from __future__ import annotations
@@ -24,11 +22,10 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -38,21 +35,10 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import adapters
+import harness
 import style
-from harness import (
-    RESULTS,
-    Run,
-    load_runs,
-    make_directory,
-    make_parser,
-    print_header,
-    print_machines,
-    print_row,
-    progress,
-    run_name,
-    run_once,
-    spread,
-)
+from adapters import accuracy
+from harness import Run
 from lightning_struct.data.cifar import CIFAR10DataModule
 from lightning_struct.nn import LowRank, compress
 from lightning_struct.nn.attention import with_own_projections
@@ -163,14 +149,6 @@ def fit(network: nn.Module, task: Task, sample: Sample, epochs: int, rate: float
     adapters.fit(network, groups, sample, steps, seed, batch_size=task.batch)
 
 
-@torch.no_grad()
-def accuracy(network: nn.Module, sample: Sample) -> float:
-    """Per cent of the labels that are found."""
-    network.eval()
-    found = [network(x).argmax(1) == y for x, y in zip(sample[0].split(250), sample[1].split(250), strict=True)]
-    return 100 * torch.cat(found).float().mean().item()
-
-
 def trained(name: str, sample: Sample, results: Path, seed: int) -> nn.Module:
     """The network after its first training, kept in a file."""
     task, file = TASKS[name], results / f"{name}_{seed}.pt"
@@ -252,28 +230,27 @@ def smaller(way: str, network: nn.Module, budget: float, measured: Sample) -> nn
     return (by_singular_values if way == "SVD" else pruned)(network, compressed)
 
 
-def measure(name: str, arguments: argparse.Namespace, results: Path) -> None:
-    """All missing runs of a network."""
+def jobs_of(name: str, arguments: argparse.Namespace, results: Path) -> dict[str, Callable[[], Run]]:
+    """The runs of a network by their names."""
     task = TASKS[name]
     train, measured, test = task.data(Path(arguments.data_dir))
-    cells = [(1.0, "whole"), *product(task.budgets, arguments.ways)]
-    jobs = [(seed, *cell) for seed in arguments.seeds for cell in cells]
-    for seed, budget, way in progress(jobs, len(jobs), name):
 
-        def run(seed: int = seed, budget: float = budget, way: str = way) -> Run:
-            model = trained(name, train, results, seed)
-            if way != "whole":
-                model = smaller(way, model, budget, measured)
-            found = {"network": name, "way": way, "budget": budget, "seed": seed}
-            found |= {"parameters": count(model), "bytes_in_8_bits": bytes_of_weights(model)}
-            for when in ("before", "after"):
-                if when == "after":
-                    fit(model, task, train, 1, task.rates[1], seed + 100)
-                found[when] = accuracy(model, test)
-                found[f"{when}_8"] = accuracy(in_8_bits(copy.deepcopy(model)), test)
-            return found
+    def run(way: str, budget: float, seed: int) -> Run:
+        model = trained(name, train, results, seed)
+        if way != "whole":
+            model = smaller(way, model, budget, measured)
+        found = {"network": name, "way": way, "budget": budget, "seed": seed}
+        found |= {"parameters": count(model), "bytes_in_8_bits": bytes_of_weights(model)}
+        for when in ("before", "after"):
+            if when == "after":
+                fit(model, task, train, 1, task.rates[1], seed + 100)
+            found[when] = accuracy(model, test)
+            found[f"{when}_8"] = accuracy(in_8_bits(copy.deepcopy(model)), test)
+        return found
 
-        run_once(results, run_name(name, way, budget, seed), run)
+    cells = [("whole", 1.0), *((way, budget) for budget in task.budgets for way in WAYS)]
+    wanted = [(*cell, seed) for seed in arguments.seeds for cell in cells]
+    return {harness.run_name(name, *each): partial(run, *each) for each in wanted}
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -284,7 +261,7 @@ def report(runs: Sequence[Run], networks: Sequence[str]) -> None:
     for name in networks:
         print()
         in_8 = ("bytes in 8 bits", "in 8 bits", "in 8 bits, after an epoch")
-        print_header(name, "bytes", "accuracy", "after an epoch", *in_8)
+        harness.print_header(name, "bytes", "accuracy", "after an epoch", *in_8)
         of_network = [run for run in runs if run["network"] == name]
         for budget in sorted({run["budget"] for run in of_network}, reverse=True):
             for way in ("whole", *WAYS):
@@ -292,13 +269,13 @@ def report(runs: Sequence[Run], networks: Sequence[str]) -> None:
                 if cell:
                     columns = ("before", "after", "before_8", "after_8", "parameters", "bytes_in_8_bits")
                     before, after, before_8, after_8 = (
-                        spread([run[key] for run in cell], "{:.1f}") for key in columns[:4]
+                        harness.spread([run[key] for run in cell], "{:.1f}") for key in columns[:4]
                     )
                     size, size_8 = (statistics.median(run[key] for run in cell) for key in columns[4:])
                     row = f"{4 * size:,.0f}", before, after, f"{size_8:,.0f}", before_8, after_8
-                    print_row(f"{way}, {budget:g}" if budget < 1 else way, *row)
+                    harness.print_row(f"{way}, {budget:g}" if budget < 1 else way, *row)
     print()
-    print_machines(runs)
+    harness.print_machines(runs)
 
 
 @style.readable
@@ -331,69 +308,18 @@ def draw(runs: Sequence[Run], networks: Sequence[str]) -> Figure:
     return figure
 
 
-def print_files(networks: Sequence[str], arguments: argparse.Namespace, results: Path) -> None:
-    """Print sizes and times of ONNX files of the networks of the first seed: whole, and made smaller; as they are, and
-    quantized by onnxruntime."""
-    print_header("network", "kB", "ms", "accuracy", "int8: kB", "ms", "accuracy")
-    for name in networks:
-        train, measured, test = TASKS[name].data(Path(arguments.data_dir))
-        network = trained(name, train, results, arguments.seeds[0])
-        models = {name: network} | {
-            f"{name}, {way}, {budget:g}": smaller(way, network, budget, measured)
-            for budget in TASKS[name].budgets
-            for way in arguments.ways
-        }
-        for label, model in models.items():
-            print_row(label, *in_files(model.eval(), test))
-
-
-def in_files(model: nn.Module, sample: Sample) -> list[str]:
-    """Sizes in kB of the ONNX file and of that in int8, milliseconds for one sample, and accuracy on 1,000."""
-    import onnxruntime
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    cells = []
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f"{kind}.onnx" for kind in ("whole", "prepared", "int8")]
-        torch.onnx.export(model, (sample[0][:1],), files[0], dynamo=True, external_data=False, verbose=False)
-        quant_pre_process(files[0], files[1], skip_symbolic_shape=True)
-        quantize_dynamic(files[1], files[2], weight_type=QuantType.QInt8, per_channel=True)
-        for file in files[::2]:
-            session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-            inputs = [{session.get_inputs()[0].name: x[None].numpy()} for x in sample[0][:1000]]
-            start = time.process_time()
-            outputs = [torch.from_numpy(session.run(None, x)[0]) for x in inputs]
-            ms = time.process_time() - start  # for 1,000 of them, in seconds
-            right = 100 * (torch.cat(outputs).argmax(1) == sample[1][:1000]).float().mean()
-            cells += [f"{file.stat().st_size / 1000:,.0f}", f"{ms:.2f}", f"{right:.1f}"]
-    return cells
-
-
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--data-dir", default="data", help="where the files are")
     parser.add_argument("--networks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the networks and their samples")
-    parser.add_argument("--files", action="store_true", help="kB and milliseconds of ONNX files")
-    parser.add_argument("--report", action="store_true", help="print what is there, without new runs")
-    parser.add_argument("--picture", type=Path, help="draw the runs to this file")
+    harness.add_run_options(parser, "compress")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    results = make_directory(RESULTS / "compress")
-    if arguments.files:
-        print_files(arguments.networks, arguments, results)
-        return
-    if not arguments.report:
-        for name in arguments.networks:
-            measure(name, arguments, results)
-    runs = load_runs(results)
+    results = harness.make_directory(arguments.output)
+    runs: list[Run] = []
+    for name in arguments.networks:
+        runs = harness.run_all(results, jobs_of(name, arguments, results), arguments.report)
     report(runs, arguments.networks)
-    if arguments.picture is not None:
-        draw(runs, arguments.networks).savefig(arguments.picture)
 
 
 if __name__ == "__main__":

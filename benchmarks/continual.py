@@ -1,7 +1,6 @@
 """Classes that arrive in five phases of two: a last layer in closed form against Adam, on MNIST and CIFAR-10.
 
     OMP_NUM_THREADS=1 python benchmarks/continual.py mnist cifar --data-dir DIRECTORY [--width 8192] [--seeds 0]
-    OMP_NUM_THREADS=1 python benchmarks/continual.py table
 
 Each image is read once; the accuracy is that on the test images of all classes so far.
 
@@ -19,7 +18,6 @@ has ``MNIST/raw`` as torchvision keeps it, and ``cifar10_jpeg_{train,test}.tar.g
 
 from __future__ import annotations
 
-import argparse
 import io
 import tarfile
 import time
@@ -173,26 +171,25 @@ def draw(runs: list[Run]) -> Figure:
 
 def main() -> None:
     parser = harness.make_parser(__doc__)
-    parser.add_argument("tasks", nargs="+", choices=(*TASKS, "table"), help="table: what has been run, drawn too")
+    parser.add_argument("tasks", nargs="+", choices=TASKS)
     parser.add_argument("--data-dir", default="data")
+    harness.add_run_options(parser, "continual", seeds=[0])
     parser.add_argument("--width", type=int, default=8192, help="units of the random layer")
-    parser.add_argument("--images", type=int, default=10**6, help="of the training images, the first ones")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--output-dir", type=Path, default=harness.RESULTS / "continual")
-    options: argparse.Namespace = parser.parse_args()
-    output = harness.make_directory(options.output_dir)
-    for task in (task for task in TASKS if task in options.tasks):
+    options = parser.parse_args()
+    output = harness.make_directory(options.output)
+    runs: list[Run] = []
+    for task in options.tasks:
         (images, labels), test = read(task, options.data_dir)
-        if task == "cifar" or options.images < len(labels):  # the archives are sorted by classes
-            some = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[: options.images]
-            images, labels = images[some], labels[some]
-        for seed in options.seeds:
-            for way in options.ways:
-                name = harness.run_name(task, way, options.width, len(labels), seed)
-                one = partial(run, task, way, options.width, seed, ((images, labels), test))
-                harness.run_once(output, name, one)
-    runs = harness.load_runs(output)
+        if task == "cifar":  # the archives are sorted by classes
+            mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+            images, labels = images[mixed], labels[mixed]
+        data = (images, labels), test
+        jobs = {
+            harness.run_name(task, way, options.width, seed): partial(run, task, way, options.width, seed, data)
+            for seed in options.seeds
+            for way in WAYS
+        }
+        runs = harness.run_all(output, jobs, options.report)
     harness.print_machines(runs)
     print_table(runs)
     draw(runs).savefig(output / "continual.png")

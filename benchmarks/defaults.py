@@ -1,7 +1,7 @@
 """SHF and RLS without settings against Adam: ten tasks with one rule for all, after the same CPU seconds.
 
     OMP_NUM_THREADS=1 python benchmarks/defaults.py --data-dir DIRECTORY [--seconds 20] [--seeds 0 1 2]
-        [--tasks classifier lstm ...] [--only WAY ...]
+        [--tasks classifier lstm ...]
 
 Each network is trained by ``SHF(module, loss)``, by RLS and by Adam with rates of 1e-3 and 3e-3, on the same batches
 from the same weights: epochs without replacement, float32, denormal numbers flushed to zero. RLS is ``RLS(module)``
@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,8 +100,9 @@ class RowsThroughTransformer(nn.Module):
         return self.head(self.layers(self.rows(x.view(-1, 28, 28)) + self.positions).mean(1))
 
 
-def classifier() -> nn.Module:
-    return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+def perceptron(*sizes: int) -> nn.Module:
+    layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
 
 
 def autoencoder(activation: type[nn.Module], last: type[nn.Module]) -> nn.Sequential:
@@ -126,10 +126,6 @@ def logistic() -> nn.Module:
 
 def tanh() -> nn.Module:
     return autoencoder(nn.Tanh, nn.Identity)
-
-
-def of_categories() -> nn.Module:
-    return nn.Sequential(nn.Linear(1000, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
 
 
 # Inputs and targets for training and for validation.
@@ -167,13 +163,6 @@ def marked_numbers(data_dir: str, synthetic: bool, samples: int = 9_000, length:
     return cut(torch.stack([numbers, marks], 2), (numbers * marks).sum(1, keepdim=True), 7_000)
 
 
-def plain(layers: int) -> nn.Module:
-    """So many layers of 64 units, and one of the outputs."""
-    sizes = (10, *[64] * layers)
-    hidden = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
-    return nn.Sequential(*hidden, nn.Linear(64, 2))
-
-
 def two_functions(data_dir: str, synthetic: bool, samples: int = 7_000) -> Data:
     x = torch.randn(samples, 10, generator=torch.Generator().manual_seed(0))
     values = torch.stack([(2 * x[:, 0]).sin() + x[:, 1] * x[:, 2], (x[:, 3] + x[:, 4]).cos() * x[:, 5]], 1)
@@ -195,16 +184,16 @@ class Task:
 
 
 TASKS = {
-    "classifier": Task(classifier, 256),
+    "classifier": Task(partial(perceptron, 784, 128, 64, 10), 256),
     "lstm": Task(partial(LastState, nn.LSTM, 28, 64, 10), 128),
     "resnet": Task(SmallResNet, 128),
     "transformer": Task(RowsThroughTransformer, 128),
     "logistic": Task(logistic, 600, digits_twice, is_squared=True),
     "tanh": Task(tanh, 600, digits_twice, is_squared=True),
-    "one_hot": Task(of_categories, 128, categories),
+    "one_hot": Task(partial(perceptron, 1000, 64, 64, 2), 128, categories),
     "adding": Task(partial(LastState, nn.GRU, 2, 48, 1), 64, marked_numbers, is_squared=True),
-    "regression": Task(partial(plain, 2), 64, two_functions, is_squared=True),
-    "deep": Task(partial(plain, 8), 64, two_functions, is_squared=True),
+    "regression": Task(partial(perceptron, 10, 64, 64, 2), 64, two_functions, is_squared=True),
+    "deep": Task(partial(perceptron, 10, *[64] * 8, 2), 64, two_functions, is_squared=True),
 }
 
 
@@ -295,16 +284,15 @@ def main() -> None:
     parser = harness.make_parser(__doc__)
     harness.add_data_options(parser)
     parser.add_argument("--seconds", type=float, default=20.0, help="CPU seconds of a run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "defaults")
+    harness.add_run_options(parser, "defaults")
     options = parser.parse_args()
-    for task, seed, way in product(options.tasks, options.seeds, options.only):
-        name = harness.run_name(task, way, seed, f"{options.seconds:g}s")
-        run = partial(train, task, way, seed, options.seconds, options.data_dir, options.synthetic)
-        harness.run_once(options.output, name, run)
-    report(harness.load_runs(options.output))
+    given = options.seconds, options.data_dir, options.synthetic
+    runs = {
+        harness.run_name(task, way, seed, f"{options.seconds:g}s"): partial(train, task, way, seed, *given)
+        for task, seed, way in product(options.tasks, options.seeds, WAYS)
+    }
+    report(harness.run_all(options.output, runs, options.report))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
 It needs the repository and its packages, and no data. Each part runs in a process of its own with a limit of time, and
 appends every result to the file as soon as it has it, so that a run which is cut off is worth something:
 
-    tests       the quick tests that run on a GPU if there is one
     agreement   ten steps on the device against the CPU, in float64 and float32; bf16-mixed; a resumed run; DDP
     memory      batches that do not fit: out of memory, and max_device_batch_size="auto" goes on
     steps       seconds of a step beside Adam's
@@ -39,7 +38,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import harness
 from least_squares import PROBLEMS, Residuals
@@ -51,7 +50,7 @@ from lightning_struct.nn import STRUCTURED_CLASSES, RecursiveLinear
 from lightning_struct.optim import RLS, SHF, LowRankP
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"tests": 60, "agreement": 80, "memory": 60, "steps": 50, "layers": 70, "equations": 165, "language": 175}  # s
+LIMITS = {"agreement": 80, "memory": 60, "steps": 50, "layers": 70, "equations": 165, "language": 175}  # s
 TIMED = ("LDRSubdiagonal", "ToeplitzLike", "Monarch", "RandomizedHadamard")
 Result = dict[str, Any]
 Step = Callable[[], object]
@@ -117,15 +116,15 @@ def ways(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, nn.Mod
     SHF has the Fisher diagonal or no preconditioner: the random signs of the others differ between devices.
     """
     inputs, targets, classes = (t.to(device) for t in batch(dtype))
-    for name, options in {
-        "SHF, mse": {"preconditioner": None},
-        "SHF, mse, LSMR": {"preconditioner": None, "solver": "lsmr"},
-        "SHF, mse, Fisher": {"preconditioner": "fisher"},
-    }.items():
+    by_loss: dict[str, tuple[str, Tensor, dict[str, Any]]] = {
+        "SHF, mse": ("mse", targets, {"preconditioner": None}),
+        "SHF, mse, LSMR": ("mse", targets, {"preconditioner": None, "solver": "lsmr"}),
+        "SHF, mse, Fisher": ("mse", targets, {"preconditioner": "fisher"}),
+        "SHF, cross-entropy": ("cross_entropy", classes, {"preconditioner": None}),
+    }
+    for name, (loss, answers, options) in by_loss.items():
         module = network(dtype).to(device)
-        yield name, module, by_shf(module, "mse", inputs, targets, **options)
-    module = network(dtype).to(device)
-    yield "SHF, cross-entropy", module, by_shf(module, "cross_entropy", inputs, classes, preconditioner=None)
+        yield name, module, by_shf(module, loss, inputs, answers, **options)
     module = network(dtype).to(device)
     yield "SHF, least squares", module, by_residuals(module, inputs, targets)
     module = network(dtype).to(device)
@@ -159,15 +158,13 @@ class Task(L.LightningModule):
 
     def __init__(self, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
         super().__init__()
-        self.net, self.make, self.losses = network(), make, []
+        self.net, self.make = network(), make
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.net(inputs)
 
     def training_step(self, data: list[Tensor], index: int) -> Tensor:
-        loss = half_squares(self(data[0]), data[1])
-        self.losses.append(loss.detach())
-        return loss
+        return half_squares(self(data[0]), data[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make(self.net)
@@ -181,10 +178,8 @@ class RLSTask(RLSOptimization, Task):
     """The same by RLS."""
 
 
-def trainer(device: torch.device, **options: Any) -> L.Trainer:
-    accelerator = "gpu" if device.type == "cuda" else device.type
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return L.Trainer(accelerator=accelerator, devices=1, enable_model_summary=False, **{**quiet, **options})
+def trainer(device: torch.device, *callbacks: L.Callback, **options: Any) -> L.Trainer:
+    return harness.bare_trainer(*callbacks, accelerator="gpu" if device.type == "cuda" else device.type, **options)
 
 
 def wait(device: torch.device) -> None:
@@ -205,15 +200,6 @@ def seconds_of(step: Step, device: torch.device, limit: float) -> float:
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------
-
-
-def gpu_tests(device: torch.device, short: bool) -> Iterator[Result]:
-    """The tests that a GPU runs and a CPU skips."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-k", "cuda or gpu or device"]
-    folders = ["tests/nn/test_structured.py"] if short else ["tests/nn", "tests/functional", "tests/optim"]
-    done = subprocess.run([*command, *folders], check=False, cwd=ROOT, capture_output=True, text=True)
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    yield {"case": "tests", "result": done.stdout.strip().splitlines()[-1], "failed": failed}
 
 
 def agreement(device: torch.device, short: bool) -> Iterator[Result]:
@@ -248,7 +234,7 @@ def agreement(device: torch.device, short: bool) -> Iterator[Result]:
         for how, options in {"bf16-mixed": {"precision": "bf16-mixed"}, "DDP": {"strategy": "ddp"}}.items():
             task = make()
             before = float(half_squares(task(inputs), targets))
-            trainer(device, max_epochs=2, callbacks=copy.deepcopy(callbacks), **options).fit(task, loader)
+            trainer(device, *copy.deepcopy(callbacks), max_epochs=2, **options).fit(task, loader)
             task.to("cpu")
             yield {"case": f"{name}, {how}", "loss": [before, float(half_squares(task(inputs), targets))]}
         yield {"case": f"{name}, resumed", "equal": resumed_equals_whole(device, make, callbacks, loader)}
@@ -259,12 +245,12 @@ def resumed_equals_whole(
 ) -> bool:
     """Whether a run that is stopped after two of four epochs and resumed ends with the same bits."""
     whole, first, second = make(), make(), make()
-    trainer(device, max_epochs=4, callbacks=copy.deepcopy(callbacks)).fit(whole, loader)
+    trainer(device, *copy.deepcopy(callbacks), max_epochs=4).fit(whole, loader)
     with tempfile.TemporaryDirectory() as folder:
-        half = trainer(device, max_epochs=2, callbacks=copy.deepcopy(callbacks))
+        half = trainer(device, *copy.deepcopy(callbacks), max_epochs=2)
         half.fit(first, loader)
         half.save_checkpoint(f"{folder}/half.ckpt")
-        rest = trainer(device, max_epochs=4, callbacks=copy.deepcopy(callbacks))
+        rest = trainer(device, *copy.deepcopy(callbacks), max_epochs=4)
         rest.fit(second, loader, ckpt_path=f"{folder}/half.ckpt")
     pairs = zip(whole.parameters(), second.parameters(), strict=True)
     return all(torch.equal(p.cpu(), q.cpu()) for p, q in pairs)
@@ -279,12 +265,11 @@ class Wide(L.LightningModule):
         self.layers = nn.Sequential(
             nn.Linear(64, 256), *[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)]
         )
-        self.losses: list[Tensor] = []
+        self.passes = 0
 
     def training_step(self, data: list[Tensor], index: int) -> Tensor:
-        loss = self.layers(data[0]).square().mean()
-        self.losses.append(loss.detach())
-        return loss
+        self.passes += 1
+        return self.layers(data[0]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1)
@@ -294,18 +279,18 @@ def memory(device: torch.device, short: bool) -> Iterator[Result]:
     """The weights after a batch grew beyond the memory, against those after the same run in memory that is enough."""
     growth, samples = (64, 2**10) if short else (2**10, 2**18)
     inputs = torch.randn(2 * samples, 64, generator=torch.Generator().manual_seed(2))
-    found, callbacks = [], []
+    found = []
     for is_bounded in (False, True):
         module = Wide()
-        callbacks = [GrowingBatchSize(schedule=f"0:{growth} 4:{samples}", max_device_batch_size="auto")]
+        growing = GrowingBatchSize(schedule=f"0:{growth} 4:{samples}", max_device_batch_size="auto")
         if device.type == "cuda" and is_bounded:
             in_all = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.empty_cache()
             torch.cuda.set_per_process_memory_fraction(1.5 * 2**30 / in_all)
-        run = trainer(device, max_steps=8, max_epochs=-1, callbacks=callbacks)
+        run = trainer(device, growing, max_steps=8, max_epochs=-1)
         run.fit(module, DataLoader(TensorDataset(inputs), batch_size=growth))
         found.append(torch.cat([p.detach().cpu().flatten() for p in module.parameters()]))
-        counted = {"forward passes": len(module.losses), "peak_GiB": None}
+        counted = {"forward passes": module.passes, "peak_GiB": None}
         if device.type == "cuda":
             counted["peak_GiB"] = torch.cuda.max_memory_allocated(device) / 2**30
             torch.cuda.reset_peak_memory_stats(device)
@@ -319,20 +304,13 @@ def steps(device: torch.device, short: bool) -> Iterator[Result]:
     for width in (64,) if short else (64, 1024):
         inputs, targets, classes = (t.to(device) for t in batch(torch.float32, samples))
 
-        def made(
-            make: Callable[[nn.Module], torch.optim.Optimizer], width: int = width, data: Any = (inputs, targets)
-        ) -> Step:
-            module = network(width=width).to(device)
-            return by_gradients(module, make(module), half_squares, *data)
-
-        module = partial(lambda width: network(width=width).to(device), width)
+        adam, rls, *others = (network(width=width).to(device) for _ in range(5))
         for name, step in {
-            "Adam": made(lambda net: torch.optim.Adam(net.parameters(), 1e-3)),
-            "RLS": made(RLS),
-            "SHF, mse": by_shf(module(), "mse", inputs, targets),
-            "SHF, mse, LSMR": by_shf(module(), "mse", inputs, targets, solver="lsmr"),
-            "SHF, cross-entropy": by_shf(module(), "cross_entropy", inputs, classes),
-            "SHF, least squares": by_residuals(module(), inputs[:256], targets[:256]),
+            "Adam": by_gradients(adam, torch.optim.Adam(adam.parameters(), 1e-3), half_squares, inputs, targets),
+            "RLS": by_gradients(rls, RLS(rls), half_squares, inputs, targets),
+            "SHF, mse": by_shf(others[0], "mse", inputs, targets),
+            "SHF, mse, LSMR": by_shf(others[1], "mse", inputs, targets, solver="lsmr"),
+            "SHF, cross-entropy": by_shf(others[2], "cross_entropy", inputs, classes),
         }.items():
             seconds = seconds_of(step, device, limit)
             yield {"case": f"{name}, {width} units", "milliseconds": 1e3 * seconds}
@@ -402,21 +380,13 @@ def equations(device: torch.device, short: bool) -> Iterator[Result]:
                 shown, uncounted = 2 * shown, uncounted + time.perf_counter() - since
 
 
-class Characters(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of this repository's own text."""
-
-    def __init__(self, length: int, part: slice) -> None:
-        files = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("lightning_struct/**/*.py")])
-        text = b"".join(file.read_bytes() for file in files)
-        every_tenth = [text[i : i + 10_000] for i in range(0, len(text), 10_000)][part]
-        self.text, self.length = torch.frombuffer(bytearray(b"".join(every_tenth)), dtype=torch.uint8), length
-
-    def __len__(self) -> int:
-        return (len(self.text) - 1) // self.length
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        window = self.text[index * self.length : (index + 1) * self.length + 1].long()
-        return window[:-1], window[1:]
+def characters(length: int, part: slice) -> TensorDataset:
+    """Windows of a part of this repository's own text, and of the same one byte later."""
+    files = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("lightning_struct/**/*.py")])
+    text = b"".join(file.read_bytes() for file in files)
+    every_tenth = [text[i : i + 10_000] for i in range(0, len(text), 10_000)][part]
+    windows = torch.tensor(list(b"".join(every_tenth))).unfold(0, length + 1, length)
+    return TensorDataset(windows[:, :-1], windows[:, 1:])
 
 
 class Transformer(L.LightningModule):
@@ -458,7 +428,7 @@ class Scheduled(Transformer):
 def language(device: torch.device, short: bool) -> Iterator[Result]:
     """Milliseconds of a step over the batch, then the loss after the same samples under a cosine."""
     width, depth, length, limit = (24, 1, 32, 0.05) if short else (384, 8, 256, 1.0)
-    train, held_out = Characters(length, slice(1, None)), Characters(length, slice(0, 8))
+    train, held_out = characters(length, slice(1, None)), characters(length, slice(0, 8))
     for size in (2, 4) if short else (8, 16, 32, 64, 128, 256, 512):
         model = Transformer(width, depth, length).to(device)
         data = [t.to(device) for t in next(iter(DataLoader(train, batch_size=size)))]
@@ -473,15 +443,12 @@ def language(device: torch.device, short: bool) -> Iterator[Result]:
 
         yield {"case": f"a step on {size} windows", "milliseconds": 1e3 * seconds_of(step, device, limit)}
     size, epochs = (2, 1) if short else (16, 2)
-    growing = GrowingBatchSize(schedule="auto")
-    ways: dict[str, list[L.Callback]] = {f"batches of {size}": [], 'schedule="auto"': [growing]}
+    ways = {f"batches of {size}": [], 'schedule="auto"': [GrowingBatchSize(schedule="auto")]}
     for seed, (name, callbacks) in product((0,) if short else (0, 1), ways.items()):
         L.seed_everything(seed, verbose=False)
         model = Scheduled(width, depth, length)
-        run = trainer(device, callbacks=copy.deepcopy(callbacks), precision="bf16-mixed", max_epochs=epochs)
-        loader = DataLoader(train, batch_size=size, shuffle=True, drop_last=True)
-        if short:
-            loader = DataLoader(held_out, batch_size=size, shuffle=True, drop_last=True)
+        run = trainer(device, *copy.deepcopy(callbacks), precision="bf16-mixed", max_epochs=epochs)
+        loader = DataLoader(held_out if short else train, batch_size=size, shuffle=True, drop_last=True)
         begin = time.perf_counter()
         run.fit(model, loader)
         wait(device)
@@ -499,7 +466,6 @@ def language(device: torch.device, short: bool) -> Iterator[Result]:
 
 
 PARTS: dict[str, Callable[[torch.device, bool], Iterator[Result]]] = {
-    "tests": gpu_tests,
     "agreement": agreement,
     "memory": memory,
     "steps": steps,
@@ -528,7 +494,7 @@ def print_table(file: Path) -> None:
     runs = [json.loads(line) for line in file.read_text().splitlines()]
     harness.print_machines(runs)
     for part in dict.fromkeys(run["part"] for run in runs):
-        print(f"\n{part}\n\n| case | result |\n|---|---|")
+        harness.print_header(part, "result")
         for run in runs:
             if run["part"] == part:
                 shown = ", ".join(
@@ -536,7 +502,7 @@ def print_table(file: Path) -> None:
                     for key, value in run.items()
                     if key not in ("part", "case", "machine") and value not in (None, [])
                 )
-                print(f"| {run['case']} | {shown} |")
+                harness.print_row(run["case"], shown)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """A growing batch against the batches and schedules that a user would take: six tasks with their usual optimizers.
 
-    OMP_NUM_THREADS=1 python benchmarks/growing_batch_size.py --data-dir DIRECTORY [--tasks mnist ...] [--jobs 2]
+    OMP_NUM_THREADS=1 python benchmarks/growing_batch_size.py --data-dir DIRECTORY [--tasks mnist ...]
 
 The projects are ordinary ones, in which only the batch differs: a LightningModule in automatic optimization, a
 shuffling ``DataLoader`` and a fixed rate, but where a cosine schedule is named.
@@ -28,22 +28,19 @@ A run ends after so many CPU seconds of training, validations not counted; that 
 of a run is the lowest validation loss so far, which is what a checkpoint callback would keep; it is measured 32 times
 in a run. The last table compares the default with the user's own batch after the same seconds.
 
-Each run is a process of its own with one thread, and is kept in ``--output``: a benchmark that was stopped goes on
-where it was. With three seeds and the default bounds it takes an hour and a half of one core. ``--longer 4`` gives
-each run four times the seconds or the epochs; such runs are kept in a file of their own. ``--report`` prints the
-tables of the runs that are there.
-"""
+Runs are kept in ``--output``: a benchmark that was stopped goes on where it was. With three seeds and the default
+bounds it takes an hour and a half of one core. ``--longer 4`` gives each run four times the seconds or the epochs; such
+runs are kept in a file of their own. ``--report`` prints the tables of the runs that are there."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -216,21 +213,14 @@ def reviews(options: argparse.Namespace) -> Data:
 
 
 def characters(options: argparse.Namespace, length: int = 64) -> Data:
-    if options.synthetic:
-        codes = torch.randint(0, 65, (200_000,), generator=torch.Generator().manual_seed(0))
-    else:
-        text = (Path(options.data_dir) / "tinyshakespeare.txt").read_text()
-        number = {character: i for i, character in enumerate(sorted(set(text)))}
-        codes = torch.tensor([number[character] for character in text])
-    windows = codes.unfold(0, length + 1, length)
+    windows = harness.text_windows(options, length)
     train, validation = windows.split([len(windows) * 9 // 10, len(windows) - len(windows) * 9 // 10])
     return tuple(BatchedTensorDataset(part[:, :-1], part[:, 1:]) for part in (train, validation[::3]))  # type: ignore[return-value]
 
 
 def splits(data: Any) -> Data:
-    data.prepare_data()
-    data.setup("fit")
-    return data.splits.train, data.splits.val
+    found = harness.splits_of(data)
+    return found.train, found.val
 
 
 def rectified_autoencoder() -> nn.Module:
@@ -294,12 +284,8 @@ TITLES = {
     "characters": "characters, transformer, AdamW",
     "imdb": "reviews (IMDB), LSTM, Adam",
     "autoencoder": "autoencoder of digits, Adam",
-    "characters_cosine": "characters, transformer, AdamW, cosine schedule",
-    "usps": "postcodes (USPS), convolutions, AdamW",
-    "bag": "reviews (IMDB), bag of embeddings, Adam",
-    "gru": "characters, GRU, Adam",
 }
-DRAWN = ("fixed ×1", "fixed ×2", DOUBLING, *GROWING)
+DRAWN = ("fixed ×1", "fixed ×2", *GROWING, "fixed ×4")
 WAYS = (*FIXED, DOUBLING, RAMP, DEFAULT, SCALED, BY_RATE)
 
 
@@ -394,109 +380,59 @@ def report(runs: Sequence[Run]) -> None:
         harness.print_row(name, *losses, f"{difference:+.4f}", f"{max(theirs) - min(theirs):.4f}")
 
 
-def lowest_so_far(run: Run) -> Iterator[float]:
-    lowest = math.inf
-    for point in run["points"]:
-        lowest = min(lowest, point["loss"])
-        yield lowest
-
-
-def median_curve(runs: Sequence[Run], measure: str) -> tuple[list[float], list[list[float]]]:
-    """The medians of a measure at each validation; of the lowest losses so far the lowest, median and highest."""
-    at = [
-        statistics.median(points)
-        for points in zip(*([p[measure] for p in run["points"]] for run in runs), strict=False)
-    ]
-    by_validation = list(zip(*map(lowest_so_far, runs), strict=False))
-    return at, [[of_seeds(losses) for losses in by_validation] for of_seeds in (min, statistics.median, max)]
-
-
 @style.readable
-def draw(runs: Sequence[Run]) -> Figure:
-    """The lowest validation loss so far over seconds, and the size of the batch over samples; a row for each task."""
-    tasks = [name for name in TASKS if any(run["task"] == name for run in runs)]
-    figure = Figure(figsize=(style.WIDTH, 2.4 * len(tasks) + 1), layout="constrained")
-    rows = figure.subplots(len(tasks), 2, squeeze=False)
-    for name, row in zip(tasks, rows, strict=True):
-        late: list[float] = []
-        for way in drawn_ways(runs, name):
-            if not (of_way := of(runs, name, way)):
-                continue
-            color = style.color_of(way.strip("`"))
-            look: dict[str, Any] = {"color": color, "linestyle": "-" if way in GROWING else "--"}
-            at, (low, middle, high) = median_curve(of_way, "seconds")
-            row[0].plot(at, middle, label=LABELS.get(way, way.strip("`")), **look)
-            row[0].fill_between(at, low, high, color=color, alpha=0.15, linewidth=0)
-            late += middle[len(middle) // 4 :]
-            for run in of_way if way in GROWING else ():
-                if run["sizes"]:  # the last batch of an epoch may be smaller
-                    sizes = list(accumulate((check["size"] for check in run["sizes"]), max))
-                    row[1].plot([s["samples"] for s in run["sizes"]], sizes, drawstyle="steps-post", alpha=0.7, **look)
-        low, high = min(late), max(late)
-        row[0].set(title=TITLES[name], xlabel="CPU seconds", ylabel="validation loss")
-        row[0].set_ylim(low - 0.1 * (high - low), high)
-        row[1].set(title="size of the batch", xlabel="samples seen", ylabel="samples in a batch")
-        row[1].set_yscale("log", base=2)
-        row[1].yaxis.set_major_formatter("{x:.0f}")
-        row[1].xaxis.set_major_locator(MaxNLocator(4))
-        row[1].xaxis.set_major_formatter(EngFormatter(sep=""))
-        row[1].set_ylim(TASKS[name].batch_size / 2**0.5)
-        for axes in row:
-            axes.grid()
-    with_all = max(rows[:, 0], key=lambda axes: len(axes.lines))
-    style.legend_below(figure, with_all, explain_curves(runs), columns=2)
+def draw(runs: Sequence[Run], name: str) -> Figure:
+    """The lowest validation loss so far over seconds, and the size of the batch over samples, of a task."""
+    figure = Figure(figsize=(style.WIDTH, 3.4), layout="constrained")
+    losses, sizes = figure.subplots(1, 2)
+    late: list[float] = []
+    for way in DRAWN:
+        of_way = of(runs, name, way)
+        look: dict[str, Any] = {"color": style.color_of(way.strip("`")), "linestyle": "-" if way in GROWING else "--"}
+        points_of = [run["points"] for run in of_way]
+        at = [statistics.median(p["seconds"] for p in points) for points in zip(*points_of, strict=False)]
+        so_far = [accumulate((point["loss"] for point in points), min) for points in points_of]
+        reached = list(zip(*so_far, strict=False))
+        low, middle, high = ([of_seeds(found) for found in reached] for of_seeds in (min, statistics.median, max))
+        losses.plot(at, middle, label=LABELS.get(way, way.strip("`")), **look)
+        losses.fill_between(at, low, high, color=look["color"], alpha=0.15, linewidth=0)
+        late += middle[len(middle) // 4 :]
+        for run in of_way if way in GROWING else ():
+            grown = list(accumulate((check["size"] for check in run["sizes"]), max))  # an epoch's last batch is smaller
+            sizes.plot([s["samples"] for s in run["sizes"]], grown, drawstyle="steps-post", alpha=0.7, **look)
+    losses.set(title=TITLES[name], xlabel="CPU seconds", ylabel="validation loss")
+    losses.set_ylim(min(late) - 0.1 * (max(late) - min(late)), max(late))
+    sizes.set(title="size of the batch", xlabel="samples seen", ylabel="samples in a batch")
+    sizes.set_yscale("log", base=2)
+    sizes.yaxis.set_major_formatter("{x:.0f}")
+    sizes.xaxis.set_major_locator(MaxNLocator(4))
+    sizes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    sizes.set_ylim(TASKS[name].batch_size / 2**0.5)
+    for axes in (losses, sizes):
+        axes.grid()
+    seeds = ", ".join(map(str, sorted({run["seed"] for run in runs})))
+    style.legend_below(figure, losses, f"medians of seeds {seeds}, lowest to highest; batches of all seeds", columns=2)
     return figure
-
-
-def drawn_ways(runs: Sequence[Run], task: str) -> tuple[str, ...]:
-    """The ways of a picture: with the best fixed batch, where it is none of the usual ones."""
-    best = best_fixed(runs, task)
-    return DRAWN if best is None or best in DRAWN else (*DRAWN, best)
-
-
-def explain_curves(runs: Sequence[Run]) -> str:
-    """The words above the legend: what is drawn, of which seeds, and the tasks that have fewer of them."""
-    drawn = [run for run in runs if run["way"] in drawn_ways(runs, run["task"])]
-    by_task = {name: sorted({run["seed"] for run in drawn if run["task"] == name}) for name in TASKS}
-    most = max(by_task.values(), key=len)
-    fewer = [f"; {TITLES[name]}: {seeds_of(seeds)}" for name, seeds in by_task.items() if seeds and seeds != most]
-    return f"medians of {seeds_of(most)}, lowest to highest; batches of all seeds{''.join(fewer)}"
-
-
-def seeds_of(seeds: Sequence[int]) -> str:
-    return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
 
 
 def main() -> None:
     parser = harness.make_parser(__doc__)
     harness.add_data_options(parser)
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "growing_batch_size")
+    harness.add_run_options(parser, "growing_batch_size")
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=[t for t in TASKS if t not in EXTRA])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--longer", type=int, default=1, metavar="FACTOR", help="of the seconds, samples and epochs")
-    harness.add_job_options(parser)
     options = parser.parse_args()
-    if options.job:
-        harness.answer_job(options.job, partial(train, options))
-        return
     times = () if options.longer == 1 else (f"times_{options.longer}",)
     output = harness.make_directory(options.output.joinpath(*times))
-    jobs = [
-        harness.Job(
-            f"{name}, {way}, seed {seed}",
-            harness.run_name(name, WAYS.index(way), seed),
-            {"name": name, "way": way, "seed": seed},
-        )
+    runs = {
+        harness.run_name(name, WAYS.index(way), seed): partial(train, options, name, way, seed)
         for seed in options.seeds
         for name in options.tasks
         for way in options.ways
         if way != BY_RATE or TASKS[name].epochs is not None  # which needs a schedule
-    ]
-    if runs := harness.run_jobs(output, jobs, options.jobs):
-        report(runs)
-        draw(runs).savefig(output / "growing_batch_size.png")
-        print(f"\npicture: {output / 'growing_batch_size.png'}")
+    }
+    report(harness.run_all(output, runs, options.report))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from unittest import TestCase
 
 import lightning as L
 import torch
@@ -58,18 +59,6 @@ class StepTimes(L.Callback):
         return statistics.median(after - before for before, after in pairwise(self.times[FIRST_STEPS:]))
 
 
-class ChosenInterval(logging.Handler):
-    """Reads the number of steps between measurements from what the callback logs."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.steps: int | None = None
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if found := re.search(r"GrowingBatchSize measures .* every (\d+) steps", record.getMessage()):
-            self.steps = int(found[1])
-
-
 def fit(task: Task, data: Data, steps: int, growing: GrowingBatchSize | None) -> float:
     """Seconds of a step of a short fit."""
     L.seed_everything(0, verbose=False)
@@ -83,18 +72,10 @@ def fit(task: Task, data: Data, steps: int, growing: GrowingBatchSize | None) ->
 
 def chosen_interval(task: Task, data: Data) -> int:
     """Steps from one measurement to the next, as the callback chooses by default."""
-    handler, level = ChosenInterval(), rank_zero.log.level
-    rank_zero.log.addHandler(handler)
-    rank_zero.log.setLevel(logging.INFO)
-    rank_zero.log.propagate = False
-    try:
+    with TestCase().assertLogs(rank_zero.log, "INFO") as logs:
         fit(task, data, FIRST_STEPS + 2, KeepsBatchSize())
-    finally:
-        rank_zero.log.removeHandler(handler)
-        rank_zero.log.setLevel(level)
-        rank_zero.log.propagate = True
-    assert handler.steps is not None
-    return handler.steps
+    (found,) = re.findall(r"GrowingBatchSize measures .* every (\d+) steps", "\n".join(logs.output))
+    return int(found)
 
 
 def report(name: str, options: argparse.Namespace) -> None:

@@ -1,12 +1,8 @@
-"""The harness of the benchmarks: a line for each run, a process for each run, a clock and tables.
+"""The harness of the benchmarks: a line for each run, a clock and tables.
 
 A run is a dict. The runs of an experiment ``X`` are the lines of ``X.jsonl``, each with the run's name, its command and
 its machine; pictures are in the folder ``X``. A run whose line is there is not repeated, so a stopped benchmark goes on
-where it was, and several processes can share its runs. Two ways of running:
-
-- :func:`run_jobs` starts the script anew for each run that is missing, with ``--job``; there :func:`answer_job` runs
-  it.
-- :func:`run_once` runs it in this process.
+where it was, and several processes (with other ``--seeds``, say) can share its runs.
 
 Tables go to standard output in Markdown, row by row; the progress bar to standard error, on a terminal alone.
 """
@@ -25,9 +21,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -37,6 +31,10 @@ import lightning as L
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+
+from lightning_struct.data import InMemoryDataModule
+from lightning_struct.data.in_memory import Splits
 
 Run = dict[str, Any]
 T = TypeVar("T")
@@ -58,13 +56,12 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--synthetic", action="store_true", help="procedural data without files, to try the script")
 
 
-def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """``--jobs``, ``--report`` for none, and ``--job`` for the processes that :func:`run_jobs` starts."""
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument(
-        "--report", dest="jobs", action="store_const", const=0, help="print the runs that are there, without new ones"
-    )
-    parser.add_argument("--job", help=argparse.SUPPRESS)
+def add_run_options(parser: argparse.ArgumentParser, experiment: str | None, seeds: Sequence[int] = (0, 1, 2)) -> None:
+    """``--seeds``, ``--output``, by default a folder of this name, and ``--report``."""
+    output = None if experiment is None else RESULTS / experiment
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
+    parser.add_argument("--output", type=Path, default=output, help="where the runs are kept")
+    parser.add_argument("--report", action="store_true", help="print the runs that are there, without new ones")
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -120,8 +117,7 @@ def command() -> str:
             return argument
         return "DIRECTORY" if path.is_dir() else path.name
 
-    arguments = sys.argv[1 : sys.argv.index("--job") if "--job" in sys.argv else None]
-    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(shown, arguments)])
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(shown, sys.argv[1:])])
 
 
 def file_of(experiment: Path) -> Path:
@@ -169,77 +165,52 @@ def load_runs(experiment: Path) -> list[Run]:
     return list(named_runs(experiment).values())
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run in a process of its own.
-
-    Attributes:
-        title: as it is printed.
-        name: of its run.
-        arguments: by name, of the function that runs it; what JSON can hold.
-        bound: CPU seconds that it may take. A run that a lower bound has ended is run anew.
-    """
-
-    title: str
-    name: str
-    arguments: Mapping[str, Any]
-    bound: float | None = None
-
-    def is_missing(self, runs: Mapping[str, Run]) -> bool:
-        """Whether the runs have none of the job, or one that was ended sooner than it would be now."""
-        if self.name not in runs:
-            return True
-        run = runs[self.name]
-        ended_by = run.get("bound")
-        return ended_by is not None and run["seconds"] >= ended_by and (self.bound is None or ended_by < self.bound)
-
-
-def run_jobs(experiment: Path, jobs: Sequence[Job], workers: int, command: Sequence[str] = ()) -> list[Run]:
-    """Run the jobs that have no run yet.
+def run_all(experiment: Path, runs: Mapping[str, Callable[[], Run]], is_report: bool = False) -> list[Run]:
+    """Run what is missing, one after the other, and say how it ended.
 
     Args:
         experiment: keeps the runs.
-        jobs: what is to be run.
-        workers: how many at a time; 0 runs none.
-        command: what is started for a job, with ``--job`` added; by default this script with its own arguments.
+        runs: by their names.
+        is_report: run nothing.
 
     Returns:
-        The runs of all jobs that have one, in the order of the jobs. A job that failed has printed its error.
+        All runs that the experiment has.
     """
-    command = command or this_script(*sys.argv[1:])
-
-    def start(job: Job) -> None:
-        call = json.dumps({"experiment": str(experiment), "name": job.name, "arguments": job.arguments})
-        done = subprocess.run([*command, "--job", call], capture_output=True, text=True, check=False)
-        print(f"{job.title}: {'done' if done.returncode == 0 else done.stderr[-2000:]}", flush=True)
-
-    before = named_runs(experiment)
-    missing = [job for job in jobs if workers and job.is_missing(before)]
-    pool = ThreadPoolExecutor(max(workers, 1))
-    try:
-        for _ in progress(pool.map(start, missing), len(missing)):
-            pass
-    finally:  # where the benchmark is stopped, no further job begins
-        pool.shutdown(cancel_futures=True)
-    runs = named_runs(experiment)
-    return [runs[job.name] for job in jobs if job.name in runs]
+    wanted = {} if is_report else runs
+    for name, run in progress(wanted.items(), len(wanted)):
+        try:
+            done = run_once(experiment, name, run)
+        except ImportError as error:
+            print(f"{name} is left out: {error}", flush=True)
+        else:
+            if done is not None:
+                print(f"{name}: {done.get('error') or 'done'}", flush=True)
+    return load_runs(experiment)
 
 
-def answer_job(call: str, run: Callable[..., Run]) -> None:
-    """Do the job that ``--job`` describes: call ``run`` with the job's arguments, and keep what it returns."""
-    job = json.loads(call)
-    keep_run(Path(job["experiment"]), job["name"], run(**job["arguments"]))
+def splits_of(data: InMemoryDataModule) -> Splits:
+    """The sets of a data module, which is set up for them."""
+    data.prepare_data()
+    data.setup("fit")
+    assert data.splits is not None
+    return data.splits
+
+
+def text_windows(options: argparse.Namespace, length: int) -> Tensor:
+    """Windows of tinyshakespeare, numbers of ``length`` characters and of the one after them; of 65 characters."""
+    if options.synthetic:
+        codes = torch.randint(0, 65, (200_000,), generator=torch.Generator().manual_seed(0))
+    else:
+        text = (Path(options.data_dir) / "tinyshakespeare.txt").read_text()
+        number = {character: i for i, character in enumerate(sorted(set(text)))}
+        codes = torch.tensor([number[character] for character in text])
+    return codes.unfold(0, length + 1, length)
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def this_script(*arguments: str) -> list[str]:
-    """The command that runs this script with other arguments, in silence about warnings."""
-    return [sys.executable, "-W", "ignore", str(Path(sys.argv[0]).resolve()), *arguments]
-
-
-def measure_apart(*arguments: str, threads: int | None = None) -> Any:
+def measure_apart(*arguments: str) -> Any:
     """Run this script in a new process, whose memory and caches are its own.
 
     Returns:
@@ -248,8 +219,8 @@ def measure_apart(*arguments: str, threads: int | None = None) -> Any:
     Raises:
         ChildProcessError: it failed; the message is the last line of its errors.
     """
-    environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
-    done = subprocess.run(this_script(*arguments), capture_output=True, text=True, check=False, env=environment)
+    script = [sys.executable, "-W", "ignore", str(Path(sys.argv[0]).resolve()), *arguments]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise ChildProcessError(lines[-1].replace("|", "/")[:160])

@@ -3,20 +3,18 @@
     OMP_NUM_THREADS=1 python benchmarks/least_squares.py [--problems poisson2d ...] [--seconds 60]
         [--seeds 0 1 2] [--methods ...]
 
-Each run trains one network on one problem, in float64, in a process of its own, for ``--seconds`` of CPU time; what
-measures the error is not counted. The error is the relative L2 error on 10,000 points of the domain, against the known
-solution. All methods start from the same weights. The points are fixed and the same for all, but for Burgers' equation.
-There they are drawn anew as ``PointsDataModule`` does by default, a fifth of them where the residual of the method's
-network is large, and in a number that grows to at most ten for each parameter: every 5 steps of SHF and of
-torch-levenberg-marquardt, every 100 of Adam and SOAP, every 200 of SSBroyden, and every 10 of L-BFGS with up to 20
-iterations each. Adam has the rate 1e-3, SOAP its default, 3e-3. L-BFGS has the line search by the strong Wolfe
-conditions and a history of 50. SSBroyden, a Broyden update of the whole inverse Hessian matrix that scales itself, has
-the same line search; "Adam, then ..." has half of the time each. SHF has two arguments, ``SHF(module,
-"least_squares")``; "SHF, γ = 0" is without the warm start, which only points that are drawn anew call for, "SHF, exact"
-with the exact solver where SHF would choose LSMR, and "SHF, no corrections" takes the solutions of the linear problems
-as they are. Equations that have a time are solved in ten intervals of time by an ``IntervalNetwork``, by all methods:
-from the third step on the intervals share the seconds, and the first has two shares. A rival that is not installed is
-said to be so:
+Each run trains one network on one problem, in float64, for ``--seconds`` of CPU time; what measures the error is not
+counted. The error is the relative L2 error on 10,000 points of the domain, against the known solution. All methods
+start from the same weights. The points are fixed and the same for all, but for Burgers' equation. There they are drawn
+anew as ``PointsDataModule`` does by default, a fifth of them where the residual of the method's network is large, and
+in a number that grows to at most ten for each parameter: every 5 steps of SHF and of torch-levenberg-marquardt, every
+100 of Adam and SOAP, every 200 of SSBroyden, and every 10 of L-BFGS with up to 20 iterations each. Adam has the rate
+1e-3, SOAP its default, 3e-3. L-BFGS has the line search by the strong Wolfe conditions and a history of 50. SSBroyden,
+a Broyden update of the whole inverse Hessian matrix that scales itself, has the same line search; "Adam, then ..." has
+half of the time each. SHF has two arguments, ``SHF(module, "least_squares")``; "SHF, exact" is with the exact solver
+where SHF would choose LSMR, and "SHF, no corrections" takes the solutions of the linear problems as they are. Equations
+that have a time are solved in ten intervals of time by an ``IntervalNetwork``, by all methods: from the third step on
+the intervals share the seconds, and the first has two shares. A rival that is not installed is said to be so:
 
     torch-levenberg-marquardt    pip install torch-levenberg-marquardt
     SOAP                         pip install pytorch-optimizer
@@ -33,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -48,7 +47,6 @@ from lightning_struct.functional import LeastSquares, partial_derivatives
 from lightning_struct.models.pinn import IntervalNetwork, make_network
 from lightning_struct.optim import SHF, LevenbergMarquardt
 
-RESULTS = harness.RESULTS / "least_squares"
 TIMES = (10, 30, 60, 100, 150, 200, 300, 600, 1000)
 RESIDUAL_SHARE = 0.2  # the default of PointsDataModule
 
@@ -140,6 +138,8 @@ class Problem:
 
 SQUARE, CUBE = {"interior": 900, "boundary": 120}, {"interior": 3000, "boundary": 500}
 STRIP = {"interior": 2540, "boundary": 80, "initial": 160}
+HEATED = {"interior": 900, "boundary": 60, "initial": 60}
+STARTED, BOUNDED = {"interior": 600, "initial": 100}, {"interior": 600, "boundary": 100, "initial": 100}
 PROBLEMS = {
     "poisson2d": Problem("Poisson 2d, 257 parameters", lambda: Poisson(2), [64], SQUARE),
     "poisson2d_deep": Problem("Poisson 2d, 9,873 parameters", lambda: Poisson(2), [64, 64, 48, 48], SQUARE),
@@ -150,31 +150,19 @@ PROBLEMS = {
         {name: 3 * count for name, count in SQUARE.items()},
     ),
     "poisson2d_wide": Problem("Poisson 2d, 116,097 parameters", lambda: Poisson(2), [256, 256, 128, 128], SQUARE),
-    "heat1d": Problem("heat 1d, 257 parameters", Heat, [64], {"interior": 900, "boundary": 60, "initial": 60}),
-    "heat1d_deep": Problem(
-        "heat 1d, 9,873 parameters", Heat, [64, 64, 48, 48], {"interior": 900, "boundary": 60, "initial": 60}
-    ),
+    "heat1d": Problem("heat 1d, 257 parameters", Heat, [64], HEATED),
+    "heat1d_deep": Problem("heat 1d, 9,873 parameters", Heat, [64, 64, 48, 48], HEATED),
     "poisson5d": Problem("Poisson 5d, 449 parameters", lambda: Poisson(5, "sum"), [64], CUBE),
     "burgers": Problem("Burgers, 921 parameters", Burgers, [20, 20, 20], STRIP, redrawn=True),
     "burgers_smooth": Problem(
         "Burgers with ν = .01, 921 parameters", lambda: Burgers(0.01), [20, 20, 20], STRIP, redrawn=True
     ),
-    "allen_cahn": Problem(
-        "Allen-Cahn, ten times 449 parameters", AllenCahn, [16, 16], {"interior": 600, "initial": 100}, redrawn=True
-    ),
+    "allen_cahn": Problem("Allen-Cahn, ten times 449 parameters", AllenCahn, [16, 16], STARTED, redrawn=True),
     "kdv": Problem(
         "KdV, ten times 449 parameters", KortewegDeVries, [16, 16], {"interior": 800, "initial": 100}, redrawn=True
     ),
-    "wave": Problem(
-        "wave, ten times 337 parameters",
-        Wave,
-        [16, 16],
-        {"interior": 600, "boundary": 100, "initial": 100},
-        redrawn=True,
-    ),
-    "convection": Problem(
-        "convection, ten times 449 parameters", Convection, [16, 16], {"interior": 600, "initial": 100}, redrawn=True
-    ),
+    "wave": Problem("wave, ten times 337 parameters", Wave, [16, 16], BOUNDED, redrawn=True),
+    "convection": Problem("convection, ten times 449 parameters", Convection, [16, 16], STARTED, redrawn=True),
     "van_der_pol": Problem(
         "Van der Pol, ten times 321 parameters", VanDerPol, [16, 16], {"interior": 200, "initial": 1}, redrawn=True
     ),
@@ -334,11 +322,10 @@ def by_levenberg_marquardt(module: Residuals, draw: Callable[[int], Points]) -> 
         yield
 
 
-WITHOUT_WARM_START, EXACT, LINEAR = "SHF, γ = 0", "SHF, exact", "SHF, no corrections"
+EXACT, LINEAR = "SHF, exact", "SHF, no corrections"
 METHODS: dict[str, Callable[..., Iterator[None]]] = {
     "SHF": by_shf,
     EXACT: partial(by_shf, solver="exact"),
-    WITHOUT_WARM_START: partial(by_shf, warm_start=0.0),
     LINEAR: partial(by_shf, damping=LevenbergMarquardt(acceleration=False)),
     "Adam": by_adam,
     "L-BFGS": by_lbfgs,
@@ -350,7 +337,7 @@ METHODS: dict[str, Callable[..., Iterator[None]]] = {
 }
 
 
-def train(problem: str, method: str, seed: int, seconds: float) -> harness.Run:
+def train(problem: str, seed: int, method: str, seconds: float) -> harness.Run:
     """One run: CPU seconds, steps, error and loss at growing times."""
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
@@ -443,31 +430,20 @@ def main() -> None:
     parser = harness.make_parser(__doc__)
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=["poisson2d"])
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    harness.add_run_options(parser, "least_squares")
     parser.add_argument(
         "--methods",
         nargs="+",
         choices=METHODS,
-        default=[name for name in METHODS if name not in (WITHOUT_WARM_START, EXACT, LINEAR)],
+        default=[name for name in METHODS if name not in (EXACT, LINEAR)],
     )
-    harness.add_job_options(parser)
     arguments = parser.parse_args()
-    if arguments.job:
-        harness.answer_job(arguments.job, train)
-        return
-    directory = harness.make_directory(RESULTS)
-    jobs = [
-        harness.Job(
-            f"{problem}, {method}, seed {seed}",
-            harness.run_name(problem, method, seed, f"{arguments.seconds:g}"),
-            {"problem": problem, "method": method, "seed": seed, "seconds": arguments.seconds},
-        )
-        for problem in arguments.problems
-        for seed in arguments.seeds
-        for method in arguments.methods
-    ]
-    harness.run_jobs(directory, jobs, arguments.jobs)
-    runs = harness.load_runs(directory)
+    cells = product(arguments.problems, arguments.seeds, arguments.methods)
+    runs = harness.run_all(
+        arguments.output,
+        {harness.run_name(*cell, f"{arguments.seconds:g}"): partial(train, *cell, arguments.seconds) for cell in cells},
+        arguments.report,
+    )
     harness.print_machines(runs)
     print_tables(runs)
 

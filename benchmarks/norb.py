@@ -1,39 +1,23 @@
-"""NORB: toys seen by the left eye, on cluttered grounds; its files, and toys of our own.
+"""Toys on cluttered grounds in the layout of NORB, made by our own generator.
 
 Of the recipe, in the directory of a checkout: ``lightning-struct structured_image fit
 --data=benchmarks.norb.NORBDataModule --data.generate=true ...`` (docs/recipes/structured_image.md).
 """
 
-import gzip
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, BinaryIO, cast
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from lightning_struct.data.files import DamagedFileError, naming_file
 from lightning_struct.data.flat_images import FlatImagesDataModule
 from lightning_struct.data.in_memory import LabelledSamples
 from lightning_struct.data.larochelle import picture_patches
 
 SIZE = 32
-SITE = "https://cs.nyu.edu/~ylclab/data/norb-v1.0/"
-CLASSES = 6
-TRAIN_SIZE, TEST_SIZE = 291_600, 58_320
-MADE_TRAIN_SIZE, MADE_TEST_SIZE = 12_000, 10_000
-TRAIN_INSTANCES, TEST_INSTANCES = (4, 6, 7, 8, 9), (0, 1, 2, 3, 5)  # as the names of the files have them
-TRAIN_STEMS = [f"norb-5x46789x9x18x6x2x108x108-training-{number:02}" for number in range(1, 11)]
-TEST_STEMS = [f"norb-5x01235x9x18x6x2x108x108-testing-{number:02}" for number in (1, 2)]
-# the types of the files that NORB consists of; the format has others
-ELEMENT_TYPES: dict[int, np.dtype] = {0x1E3D4C55: np.dtype("u1"), 0x1E3D4C54: np.dtype("<i4")}
-BLOCK = 512  # pairs of images
-MOST_DIMENSIONS = 8
-DEFLATE_RATIO = 1032  # the most bytes that a byte of a .gz file can stand for
+TRAIN_INSTANCES, TEST_INSTANCES = (4, 6, 7, 8, 9), (0, 1, 2, 3, 5)  # as in NORB
 
 # Parts of a toy: the middle and half the axes of an ellipsoid, with x to the front, y to the left and z up.
 _TOYS: tuple[tuple[tuple[float, ...], ...], ...] = (
@@ -82,35 +66,30 @@ _CHUNK = 64  # images
 
 
 class NORBDataModule(FlatImagesDataModule):
-    """NORB: 247,860 / 43,740 / 58,320 images of 32 x 32 for training, validation and test (LeCun et al., 2004).
+    """Toys as in NORB (LeCun et al., 2004): 10,200 / 1,800 / 10,000 images of 32 x 32.
 
-    Samples are (pixels, label): (1024,) float32, standardised (:class:`FlatImagesDataModule`), and int64, 0 to 5:
-    animal, human, plane, truck, car, none. Images are those of the left camera, made smaller by averaging.
+    Sizes are of training, validation and test. Samples are (pixels, label): (1024,) float32, standardised
+    (:class:`FlatImagesDataModule`), and int64, 0 to 5: animal, human, plane, truck, car, none.
 
     For example::
 
         model = Classifier(single_hidden_layer(1024, 6), num_classes=6)
-        Trainer().fit(model, datamodule=NORBDataModule(data_dir="data"))
+        Trainer().fit(model, datamodule=NORBDataModule(generate=True))
 
-    With ``generate`` the images are made by :func:`make_toys` in the layout of NORB: five
-    kinds of toys, ten of each, of which five are trained on and the other five tested with. They are not the official
-    ones, and accuracies on them are to be compared with each other alone. They are always the same; ``synthetic`` makes
+    The images are made by :func:`make_toys` in the layout of NORB: five kinds of toys, ten of each, of which five are
+    trained on and the other five tested with. They are not the official ones, which are not read, and accuracies on
+    them are to be compared with each other alone. With ``generate`` they are always the same; ``synthetic`` makes
     others for each ``seed``.
 
-    The files are read one after another, a block of images at a time; in memory are 1 kB for an image as it is read,
-    and 4 kB for one as it is trained on, together at most 1.9 GB.
-
     Args:
-        data_dir: directory with the official files, ``norb-5x46789x9x18x6x2x108x108-training-01-dat.mat`` and so on,
-            packed (``.mat.gz``) or not.
-        train_size: training images, those kept for validation included; None takes all, or makes 12,000.
-        test_size: test images; None takes all, or makes 10,000.
+        data_dir: is not read.
+        train_size: training images, those kept for validation included.
+        test_size: test images.
         **options: ``generate``, ``synthetic`` and further options, see :class:`FlatImagesDataModule` and
             :class:`InMemoryDataModule`.
 
     Raises:
-        MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for; for a
-            number out of its range.
+        MisconfigurationException: without ``generate`` and ``synthetic``; for a number out of its range.
 
     Example:
         >>> data = NORBDataModule(synthetic=True, batch_size=10, train_size=20, test_size=5)
@@ -121,18 +100,12 @@ class NORBDataModule(FlatImagesDataModule):
     """
 
     title = "NORB"
-    files = (
-        f"the dat and cat files {TRAIN_STEMS[0]}-dat.mat[.gz] to {TEST_STEMS[-1]}-cat.mat[.gz] "
-        f"of the jittered-cluttered edition, {SITE}"
-    )
+    files = "NORB's own files, for which there is no reader,"
 
     def __init__(
-        self, data_dir: str = "data", *, train_size: int | None = None, test_size: int | None = None, **options: Any
+        self, data_dir: str = "data", *, train_size: int = 12_000, test_size: int = 10_000, **options: Any
     ) -> None:
-        made = options.get("generate") or options.get("synthetic")
-        sizes = (MADE_TRAIN_SIZE, MADE_TEST_SIZE) if made else (TRAIN_SIZE, TEST_SIZE)
-        sizes = (sizes[0] if train_size is None else train_size, sizes[1] if test_size is None else test_size)
-        super().__init__(data_dir, *sizes, **options)
+        super().__init__(data_dir, train_size, test_size, **options)
 
     def make(self) -> tuple[LabelledSamples, LabelledSamples]:
         generator = torch.Generator().manual_seed(self.seed if self.synthetic else 0)
@@ -140,84 +113,7 @@ class NORBDataModule(FlatImagesDataModule):
         return train, make_toys(self.test_size, SIZE, instances=TEST_INSTANCES, generator=generator)
 
     def read(self) -> tuple[LabelledSamples, LabelledSamples]:
-        return self._read(TRAIN_STEMS), self._read(TEST_STEMS)
-
-    def _read(self, stems: Sequence[str]) -> LabelledSamples:
-        parts = [read_left_images(Path(self.data_dir), stem) for stem in stems]
-        images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        return images, labels
-
-
-def read_left_images(directory: Path, stem: str) -> LabelledSamples:
-    """Read one pair of files of NORB.
-
-    Returns:
-        Images of the left camera, made smaller, (n, 1024), uint8; labels (n,), int64.
-
-    Raises:
-        OSError: if a file is missing.
-        DamagedFileError: if a file is not a binary matrix, ends early, or is not the labels or the images of its pair.
-    """
-    path = packed_or_not(directory, f"{stem}-cat.mat")
-    with open_matrix(path) as (file, shape, dtype):
-        labels = torch.from_numpy(read_elements(file, math.prod(shape), dtype).astype(np.int64))
-    path = packed_or_not(directory, f"{stem}-dat.mat")
-    with open_matrix(path) as (file, shape, dtype):
-        if len(shape) != 4 or shape[1] != 2 or dtype != np.uint8 or shape[0] != len(labels):
-            raise DamagedFileError(path, f"is {dtype} {shape}, not {len(labels)} pairs of images, uint8")
-        images = []
-        for start in range(0, shape[0], BLOCK):
-            block = (min(BLOCK, shape[0] - start), *shape[1:])
-            pairs = read_elements(file, math.prod(block), dtype).reshape(block)
-            images.append(make_small(torch.from_numpy(pairs[:, 0].copy())))
-    return torch.cat(images), labels
-
-
-def packed_or_not(directory: Path, name: str) -> Path:
-    """Path of the file of this name, or else of its packed form with ``.gz`` behind it."""
-    plain = directory / name
-    return plain if plain.exists() else directory / f"{name}.gz"
-
-
-@contextmanager
-def open_matrix(path: Path) -> Iterator[tuple[BinaryIO, tuple[int, ...], np.dtype]]:
-    """A binary matrix, opened behind its header, with its shape and type.
-
-    The header has the kind of element, the number of dimensions, and at least three sizes, int32 each.
-
-    Raises:
-        DamagedFileError: if the header is another, or announces more than the file can hold; and for errors about the
-            content within the ``with`` block.
-    """
-    with naming_file(path), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as opened:
-        file = cast(BinaryIO, opened)
-        kind, dimensions = (int(number) for number in read_elements(file, 2, np.dtype("<i4")))
-        if kind not in ELEMENT_TYPES or not 1 <= dimensions <= MOST_DIMENSIONS:
-            raise DamagedFileError(path, f"begins with {kind:#x} and {dimensions} dimensions: it is no matrix of NORB")
-        # of fewer than three dimensions, the other sizes are filled up
-        shape = tuple(read_elements(file, max(dimensions, 3), np.dtype("<i4"))[:dimensions].tolist())
-        size = path.stat().st_size
-        most = (DEFLATE_RATIO * size if path.suffix == ".gz" else size) - file.tell()
-        if min(shape) < 0 or math.prod(shape) * ELEMENT_TYPES[kind].itemsize > most:
-            raise DamagedFileError(path, f"has {size:,} bytes, which cannot hold the {shape} elements of its header")
-        yield file, shape, ELEMENT_TYPES[kind]
-
-
-def read_elements(file: BinaryIO, count: int, dtype: np.dtype) -> np.ndarray:
-    """Read the next ``count`` elements.
-
-    Raises:
-        EOFError: if there are fewer.
-    """
-    content = file.read(count * dtype.itemsize)
-    if len(content) < count * dtype.itemsize:
-        raise EOFError(f"it ends before its {count} elements")
-    return np.frombuffer(content, dtype)
-
-
-def make_small(images: Tensor) -> Tensor:
-    """uint8 images (n, height, width), averaged to (n, 1024)."""
-    return F.adaptive_avg_pool2d(images.float()[:, None], SIZE).round().to(torch.uint8).flatten(1)
+        raise FileNotFoundError("there is no reader of NORB's files")
 
 
 def make_toys(count: int, size: int, *, instances: Sequence[int], generator: Generator) -> tuple[Tensor, Tensor]:

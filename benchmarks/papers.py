@@ -11,7 +11,6 @@ under docs/results/data, and repeat no run that is there.
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,6 @@ from pathlib import Path
 import harness
 import rls
 from harness import Run
-from paper_pictures import NETWORKS, Accuracy
 from paper_tables import (
     BUDGET_RANKS,
     FRACTIONS,
@@ -44,7 +42,6 @@ PAGE = DOCS / "results/papers.md"
 DATA = DOCS / "results/data"
 BLOCK = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 SEEDS = re.compile(r"(?<=--seeds )\d+(?: \d+)*")
-SWEEP = rls.columns_of("sweep", rls.TASKS["mnist"])  # the same for all tasks
 SWEPT = {"mnist": "MNIST", "cifar": "CIFAR-10", "imdb": "IMDB"}
 RATE = 0.001  # of most runs on images
 VARIANTS = {
@@ -143,7 +140,7 @@ def sweep_runs(task: str) -> list[Run]:
 def figures_4_and_5() -> Table:
     runs = {task: sweep_runs(task) for task in SWEPT}
     rows = []
-    for way in dict.fromkeys(way for ways in SWEEP.values() for way in ways):
+    for way in rls.sweep():
         of_tasks = [[run for run in found if run["way"] == way] for found in runs.values()]
         rows.append([way, *(by_seed(of, lambda run: 100 * run["epochs"][-1]["test_accuracy"]) for of in of_tasks)])
     titles = [f"{title}, test %" for title in SWEPT.values()]
@@ -295,20 +292,6 @@ def table_12() -> Table:
         rows.append([named(way), *cells])
     head = [cell for title in VARIANTS.values() for cell in (title, "the paper")]
     return Table(["hidden layer", *head], rows, used)
-
-
-def accuracies() -> list[Accuracy]:
-    """The mean over seeds of each class on each data set, at one rate, where the paper has it too."""
-    found = []
-    for variant, title in {**VARIANTS, "rectangles": "rectangles"}.items():
-        for network in NETWORKS:
-            runs = image_runs(variant, network=network)
-            for way in ways_in(runs):
-                of_seeds, paper = finished(runs, way), paper_accuracy(way, variant, network)
-                if of_seeds and paper:
-                    ours = statistics.mean(map(accuracy, of_seeds))
-                    found.append(Accuracy(title, network, way[0] == "unstructured", ours, paper))
-    return found
 
 
 TABLES: dict[str, Callable[[], Table]] = {

@@ -9,11 +9,14 @@ the page that shows the picture.
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 import autoencoders
 import compress
@@ -22,9 +25,10 @@ import harness
 import papers
 import streaming
 import structured_layers
-import structured_tasks
 import style
-from paper_pictures import draw_accuracies
+from paper_tables import paper_accuracy
+from structured_classes import LABELS, finished, ways_in
+from structured_tasks import at_best_rate
 
 DOCS, DATA = papers.DOCS, papers.DATA
 NUMBER = r"[\d,]*\.?\d+(?:e-?\d+)?"
@@ -213,23 +217,84 @@ def compressed() -> Figure:
 # --- runs that are kept -----------------------------------------------------------------------------------------------
 
 
-def growing(experiment: str, tasks: Sequence[str]) -> Figure:
-    runs = harness.load_runs(DATA / experiment)
-    return growing_batch_size.draw([run for run in runs if run["task"] in tasks])
+def growing() -> Figure:
+    return growing_batch_size.draw(harness.load_runs(DATA / "growing_batch_size/times_8"), "cifar_all")
 
 
 def streams() -> Figure:
     runs = harness.load_runs(DATA / "streaming")
-    return streaming.draw({task: [run for run in runs if run["task"] == task] for task in streaming.TASKS}, 1)
+    return streaming.draw({task: [run for run in runs if run["task"] == task] for task in streaming.TASKS})
 
 
+@style.readable
 def ranks() -> Figure:
-    runs = harness.load_runs(DATA / "structured_tasks/noise_made_shl_50_epochs_1")
+    """Test accuracy on noise against rank, mean and two deviations over seeds (the paper's figure 3)."""
     drawn = [
         ["unstructured", None],
         *([name, r] for name in ("ldr_sd", "toeplitz_like", "low_rank") for r in (1, 2, 4, 8, 16)),
     ]
-    return structured_tasks.draw([run for run in runs if run["way"] in drawn and run["rate"] == papers.RATE], "noise")
+    runs = [run for run in papers.image_runs("noise") if run["way"] in drawn]
+    figure = Figure(figsize=(style.WIDTH, 4.5), layout="constrained")
+    axes = figure.subplots()
+    ways = [way for way in ways_in(runs) if finished(runs, way)]
+    for name in dict.fromkeys(name for name, _ in ways):
+        label = LABELS.get(name, name)
+        color = style.color_of(label)
+        ranks = [rank for other, rank in ways if other == name and rank is not None]
+        at_best = [at_best_rate(finished(runs, (name, rank))) for rank in ranks or (None,)]
+        accuracies = [[run["test_accuracy"] for run in of_rank] for of_rank in at_best]
+        means = [100 * statistics.mean(values) for values in accuracies]
+        spread = [200 * statistics.stdev(values) if len(values) > 1 else 0.0 for values in accuracies]
+        low, high = ([mean + sign * width for mean, width in zip(means, spread, strict=True)] for sign in (-1, 1))
+        if ranks:
+            axes.plot(ranks, means, marker="o", color=color, label=label)
+            axes.fill_between(ranks, low, high, color=color, alpha=0.2, linewidth=0)
+        else:
+            axes.axhline(means[0], color=color, linestyle="--", label=label)
+            axes.axhspan(low[0], high[0], color=color, alpha=0.1, linewidth=0)
+    axes.set(
+        title="MNIST with noise",
+        xlabel="rank of the displacement (low rank: of the matrix)",
+        ylabel="test accuracy, %",
+        xscale="log",
+    )
+    ticks = sorted({rank for _, rank in ways if rank is not None})
+    axes.set_xticks(ticks, [str(rank) for rank in ticks])
+    axes.minorticks_off()
+    axes.grid()
+    seeds = sorted({run["seed"] for run in runs})
+    over = f"seed {seeds[0]}" if len(seeds) == 1 else f"mean of {len(seeds)} seeds, band of two standard deviations"
+    style.legend_below(figure, axes, f"{over}; dashed: no rank", columns=4)
+    return figure
+
+
+@style.readable
+def papers_of_matrices() -> Figure:
+    """Mean test accuracies of each class and rank, at one rate, against the paper's: a mark for each."""
+    figure = Figure(figsize=(style.WIDTH, 6.0), layout="constrained")
+    axes = figure.subplots()
+    networks = {"shl": ("o", "one hidden layer"), "lenet": ("^", "LeNet")}
+    titles = {**papers.VARIANTS, "rectangles": "rectangles"}
+    colors = dict(zip(titles, style.DATA, strict=False))
+    for variant, (network, (marker, _)) in product(titles, networks.items()):
+        runs = papers.image_runs(variant, network=network)
+        for way in ways_in(runs):
+            of_seeds, paper = finished(runs, way), paper_accuracy(way, variant, network)
+            if of_seeds and paper:
+                look = {"color": colors[variant], "markersize": 6}
+                look["markerfacecolor"] = "none" if way[0] == "unstructured" else colors[variant]
+                axes.plot(paper, statistics.mean(map(papers.accuracy, of_seeds)), marker, **look)
+    ends = [20.0, 100.0]
+    axes.plot(ends, ends, color=style.INK, linewidth=1, zorder=0)
+    axes.set(title="Test accuracy of a class of matrices", xlabel="the paper, %", ylabel="here, %")
+    axes.set(xlim=ends, ylim=ends, aspect="equal")
+    axes.grid()
+    handles = [Line2D([], [], marker="s", linestyle="", color=colors[of], label=titles[of]) for of in titles]
+    look = {"linestyle": "", "color": style.INK}
+    handles += [Line2D([], [], marker=marker, label=label, **look) for marker, label in networks.values()]
+    handles += [Line2D([], [], marker="o", markerfacecolor="none", label="unstructured layer", **look)]
+    axes.legend(handles=handles, loc="upper left")
+    return figure
 
 
 def of_autoencoder(data: str, draw: Callable[..., Figure], title: str) -> Figure:
@@ -253,9 +318,9 @@ GROWING = tuple(task for task in growing_batch_size.TASKS if task not in growing
 PICTURES: dict[str, Callable[[], Figure]] = {
     "compress": compressed,
     "growing_batch_size": growing_batches,
-    "growing_batch_size_cifar_all": partial(growing, "growing_batch_size/times_8", ("cifar_all",)),
+    "growing_batch_size_cifar_all": growing,
     "least_squares": least_squares_errors,
-    "papers_ldr": lambda: draw_accuracies(papers.accuracies()),
+    "papers_ldr": papers_of_matrices,
     "rls_cifar": rls_on_cifar,
     "papers_shf_curves": partial(of_autoencoder, "curves", autoencoders.draw_errors, "CURVES"),
     "papers_shf_curves_sizes": partial(of_autoencoder, "curves", autoencoders.draw_sizes, "CURVES"),

@@ -1,6 +1,6 @@
 """Cost of one solver iteration, of SHF and of others, in gradient evaluations of the same model on the same batch.
 
-    OMP_NUM_THREADS=1 python benchmarks/products.py [--network NETWORK] [--samples 2000] [--threads 1] [--repeats 7]
+    OMP_NUM_THREADS=1 python benchmarks/products.py [--network NETWORK] [--samples 2000] [--repeats 7]
 
 The model is the MNIST autoencoder (784-1000-500-250-30 and back) on random images; or, with ``--network``, a layer of
 64 units on sequences of 28 steps of 28 numbers (``lstm``, ``gru``), with ten outputs by a linear layer, and without
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 import harness
+from defaults import LastState
 from harness import Run
 from lightning_struct.functional import SquaredError
 from lightning_struct.functional.jacobian import gauss_newton
@@ -47,30 +48,14 @@ VARIANTS = (*OURS, WITHOUT_RULES, "PyTorchHessianFree", "curvlinops")
 FEW, MANY = 2, 12
 
 
-class LastState(nn.Module):
-    """The last state of a recurrent layer."""
-
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.layer = kind(28, 64, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0][:, -1]
-
-
-# A network, and the shape of a sample.
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "lstm": (lambda: nn.Sequential(LastState(nn.LSTM), nn.Linear(64, 10)), (28, 28)),
-    "gru": (lambda: nn.Sequential(LastState(nn.GRU), nn.Linear(64, 10)), (28, 28)),
-}
+RECURRENT: dict[str, type[nn.LSTM | nn.GRU]] = {"lstm": nn.LSTM, "gru": nn.GRU}
 
 
 def model_and_data(network: str, samples: int) -> tuple[nn.Module, Tensor, Tensor]:
     """The model, its inputs and their targets."""
     torch.manual_seed(0)
-    if network in NETWORKS:
-        build, shape = NETWORKS[network]
-        return build(), torch.rand(samples, *shape), torch.rand(samples, 10)
+    if network in RECURRENT:
+        return LastState(RECURRENT[network], 28, 64, 10), torch.rand(samples, 28, 28), torch.rand(samples, 10)
     layers = [layer for a, b in pairwise(SIZES) for layer in (nn.Linear(a, b), nn.Sigmoid())]
     images = torch.rand(samples, SIZES[0])
     return nn.Sequential(*layers), images, images
@@ -146,8 +131,7 @@ def conjugate_gradient_steps(product: Callable[[Tensor], Tensor], size: int) -> 
     return run
 
 
-def measure(variant: str, network: str, samples: int, threads: int, repeats: int) -> Run:
-    torch.set_num_threads(threads)
+def measure(variant: str, network: str, samples: int, repeats: int) -> Run:
     model, x, y = model_and_data(network, samples)
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.perf_counter()
@@ -156,7 +140,7 @@ def measure(variant: str, network: str, samples: int, threads: int, repeats: int
     elif variant == "PyTorchHessianFree":
         run = pytorch_hessian_free_iterations(model, x, y)
     else:
-        run = our_iterations(variant, model, x, y, scaled=network not in NETWORKS)
+        run = our_iterations(variant, model, x, y, scaled=network not in RECURRENT)
     set_up = time.perf_counter() - begin
     run(FEW)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -185,23 +169,22 @@ def measure(variant: str, network: str, samples: int, threads: int, repeats: int
 
 def main() -> None:
     parser = harness.make_parser(__doc__)
-    parser.add_argument("--network", choices=("autoencoder", *NETWORKS), default="autoencoder")
+    parser.add_argument("--network", choices=("autoencoder", *RECURRENT), default="autoencoder")
     parser.add_argument("--samples", type=int, default=2000)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    torch.set_num_threads(1)
     if options.variant:
-        print(json.dumps(measure(options.variant, options.network, options.samples, options.threads, options.repeats)))
+        print(json.dumps(measure(options.variant, options.network, options.samples, options.repeats)))
         return
-    torch.set_num_threads(options.threads)
     print(harness.machine_line())
     print(f"{options.network}, n = {options.samples}, float32, seed 0")
     print(f"{options.repeats} pairs; medians (lowest to highest)")
     columns = ("iteration / gradient", "set-up / gradient", "peak memory, MiB", "gradient, ms")
     harness.print_header("products by", *columns)
-    given = [f"--{name}={getattr(options, name)}" for name in ("network", "samples", "threads", "repeats")]
-    for variant in VARIANTS[1 if options.network in NETWORKS else 0 :]:  # layer rules cover chains only
+    given = [f"--{name}={getattr(options, name)}" for name in ("network", "samples", "repeats")]
+    for variant in VARIANTS[1 if options.network in RECURRENT else 0 :]:  # layer rules cover chains only
         try:
             found = harness.measure_apart("--variant", variant, *given)
         except ChildProcessError as error:

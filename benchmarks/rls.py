@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python benchmarks/rls.py compare cifar --data-dir DIRECTORY
     OMP_NUM_THREADS=1 python benchmarks/rls.py sweep mnist --data-dir DIRECTORY --seeds 0
     OMP_NUM_THREADS=1 python benchmarks/rls.py rivals vgg resnet lstm mnist transformer --data-dir DIRECTORY
-    python benchmarks/rls.py compare cifar --full-network --full-data --device cuda --data-dir DIRECTORY
+    OMP_NUM_THREADS=1 python benchmarks/rls.py speed [mnist cifar imdb]
 
 ``compare`` trains the ways of the paper's figures 2 and 3: Adam and RLS under the squared error, Adam and HRLS (RLS on
 the hidden layers, Adam on the output layer) under the cross-entropy; M is momentum, R the L1 term. ``sweep`` trains
@@ -16,13 +16,17 @@ smaller, for a CPU:
 - ``cifar``: 16 channels, 512 hidden units, 10,000 training and 2,000 test images;
 - ``imdb``: two layers of 64 units, embedding of 64, 100 words, 5,000 training and 2,500 test reviews.
 
-``--full-network`` is the recipe's, ``--full-data`` all data. Ways that share a seed begin with the same weights and see
-the same batches. All batches have 128 samples: what is left over at the end of an epoch is dropped, since RLS would
-take as large a step from a few samples as from 128. The training loss is the mean over an epoch, while it is trained.
-Seconds are CPU time of training (wall time on a GPU), without the evaluations. The whole of ``compare`` takes about
-half an hour. Runs are kept in ``--output``, and the table is made of all that are there.
+Ways that share a seed begin with the same weights and see the same batches. All batches have 128 samples: what is left
+over at the end of an epoch is dropped, since RLS would take as large a step from a few samples as from 128. The
+training loss is the mean over an epoch, while it is trained. The whole of ``compare`` takes about half an hour. Runs
+are kept in ``--output``, and the table is made of all that are there.
 
 ``rivals`` trains RLS and what people use now in equal CPU time; ``rls_rivals.py`` says how.
+
+``speed`` measures whole training steps of RLS with its default settings over those of Adam, on the paper's networks as
+the recipes have them, with batches of 128 under the cross-entropy. Rounds of all ways take turns, in CPU time on one
+thread; the ratio of each round is to the Adam of that round. Both clip to the norm 5. Denormal numbers are flushed to
+zero.
 """
 
 from __future__ import annotations
@@ -35,12 +39,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import harness
@@ -62,13 +65,13 @@ class Task:
 
     Attributes:
         data: makes the data module.
-        subset: its arguments without ``--full-data``.
+        subset: its arguments.
         network: makes the network.
-        narrow: its arguments without ``--full-network``.
+        narrow: its arguments.
         classes: outputs of the network.
-        level: the test accuracy whose first epoch the table names.
-        epochs: by default.
         l1, max_grad_norm: the paper's.
+        batch: random inputs of a full network, for ``speed``.
+        steps: of a round of ``speed``.
     """
 
     data: Callable[..., InMemoryDataModule]
@@ -76,24 +79,23 @@ class Task:
     network: Callable[..., nn.Module]
     narrow: dict[str, int]
     classes: int
-    level: float
-    epochs: int
     l1: float
     max_grad_norm: float
+    batch: Callable[[], Tensor]
+    steps: int = 1
 
 
 TASKS = {
-    "mnist": Task(MNISTDataModule, {}, fully_connected, {}, 10, 0.98, 10, 1e-5, 5.0),
+    "mnist": Task(MNISTDataModule, {}, fully_connected, {}, 10, 1e-5, 5.0, lambda: torch.rand(128, 784), 20),
     "cifar": Task(
         CIFAR10DataModule,
         {"train_size": 9_000, "val_size": 1_000, "test_size": 2_000},
         mini_vgg,
         {"channels": 16, "hidden": 512},
         10,
-        0.60,
-        10,
         1e-5,
         5.0,
+        lambda: torch.rand(128, 3, 32, 32),
     ),
     "imdb": Task(
         IMDBDataModule,
@@ -101,10 +103,9 @@ TASKS = {
         RecurrentNetwork,
         {"hidden_size": 64, "embedding_size": 64},
         2,
-        0.75,
-        10,
         1e-6,
         1.0,
+        lambda: torch.randint(2, 20_000, (128, 200)),
     ),
 }
 
@@ -131,17 +132,10 @@ def cross_entropy(task: Task) -> Ways:
     }
 
 
-def columns_of(what: str, task: Task) -> dict[str, Ways]:
-    """The ways by the title of their column in the picture."""
-    if what == "compare":
-        return {"squared error": squared_error(task), "cross-entropy": cross_entropy(task)}
-    both = "k = 0.1, η = 1"  # trained once, shown in both columns
-    return {
-        "ratio k (η = 1)": {both if k == 0.1 else f"k = {k:g}": ("mse", {"ratio": k}) for k in VALUES},
-        "gradient scale η (k = 0.1)": {
-            both if eta == 1.0 else f"η = {eta:g}": ("mse", {"gradient_scale": eta}) for eta in VALUES
-        },
-    }
+def sweep() -> Ways:
+    both = "k = 0.1, η = 1"
+    ratios: Ways = {both if k == 0.1 else f"k = {k:g}": ("mse", {"ratio": k}) for k in VALUES}
+    return ratios | {both if eta == 1 else f"η = {eta:g}": ("mse", {"gradient_scale": eta}) for eta in VALUES}
 
 
 def make_rls(module: nn.Module, task: Task, arguments: dict[str, Any]) -> RLS:
@@ -157,22 +151,14 @@ def make_rls(module: nn.Module, task: Task, arguments: dict[str, Any]) -> RLS:
     return RLS(module, **(paper | arguments))
 
 
-def synchronized_clock() -> float:
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-CLOCKS = {"cpu": time.process_time, "cuda": synchronized_clock}
-
-
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
 class EpochCurve(harness.TrainingClock):
     """Losses, accuracy and seconds of each epoch."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        super().__init__(count_validation=False, now=now)
+    def __init__(self) -> None:
+        super().__init__(count_validation=False)
         self.epochs: list[dict[str, float]] = []
         self._loss = torch.zeros(())  # a sum over batches
         self._began = self._seconds = 0.0
@@ -201,13 +187,9 @@ class EpochCurve(harness.TrainingClock):
 
 def load_data(task: Task, options: argparse.Namespace) -> tuple[BatchedTensorDataset, BatchedTensorDataset]:
     """Training and validation set as one, and the test set."""
-    sizes = {} if options.full_data else task.subset
-    data = task.data(data_dir=options.data_dir, synthetic=options.synthetic, **sizes)
-    data.prepare_data()
-    data.setup("fit")
-    assert data.splits is not None
-    parts = zip(data.splits.train.tensors, data.splits.val.tensors, strict=True)
-    return BatchedTensorDataset(*(torch.cat(tensors) for tensors in parts)), data.splits.test
+    splits = harness.splits_of(task.data(data_dir=options.data_dir, synthetic=options.synthetic, **task.subset))
+    parts = zip(splits.train.tensors, splits.val.tensors, strict=True)
+    return BatchedTensorDataset(*(torch.cat(tensors) for tensors in parts)), splits.test
 
 
 def train(
@@ -219,17 +201,16 @@ def train(
 ) -> Run:
     """Losses and accuracies after each epoch, and the error that ended the run if one did."""
     L.seed_everything(seed, verbose=False)
-    network = task.network(**({} if options.full_network else task.narrow))
+    network = task.network(**task.narrow)
     loss, arguments = way
     kind, optimizer = (
         (Classifier, ADAM) if arguments is None else (RLSClassifier, partial(make_rls, task=task, arguments=arguments))
     )
-    curve = EpochCurve(CLOCKS[options.device])
+    curve = EpochCurve()
     trainer = harness.bare_trainer(
         curve,
-        max_epochs=options.epochs or task.epochs,
+        max_epochs=options.epochs,
         gradient_clip_val=task.max_grad_norm if arguments is None else None,
-        accelerator=options.device,
     )
     training, test = data
     error = None
@@ -245,61 +226,79 @@ def train(
 
 
 def run_all(task: Task, options: argparse.Namespace) -> None:
-    columns = columns_of(options.what, task)
-    full = [f"full_{what}" for what in ("network", "data") if getattr(options, f"full_{what}")]
-    folder = "_".join([options.what, options.task, f"{options.epochs or task.epochs}_epochs", *full])
-    output = harness.make_directory((options.output or harness.RESULTS / "rls") / folder)
+    ways = sweep() if options.what == "sweep" else squared_error(task) | cross_entropy(task)
+    folder = f"{options.what}_{options.task}_{options.epochs}_epochs"
     data: list[tuple[BatchedTensorDataset, BatchedTensorDataset]] = []  # loaded for the first run that is missing
 
-    def run(name: str, way: Way, seed: int) -> Run:
+    def run(name: str, seed: int) -> Run:
         if not data:
             data.append(load_data(task, options))
-        return {"way": name, "seed": seed, **train(task, way, seed, data[0], options)}
+        return {"way": name, "seed": seed, **train(task, ways[name], seed, data[0], options)}
 
-    ways = {name: way for ways in columns.values() for name, way in ways.items()}
-    wanted = list(product(options.seeds, (name for name in ways if not options.ways or name in options.ways)))
-    for seed, name in harness.progress(wanted, len(wanted)):
-        result = harness.run_once(output, harness.run_name(name, seed), partial(run, name, ways[name], seed))
-        if result is not None:
-            print(f"{name}, seed {seed}: {result['error'] or 'done'}", flush=True)
-    runs = harness.load_runs(output)
-    print_table(runs, columns, task.level)
+    wanted = product(options.seeds, (name for name in ways if not options.ways or name in options.ways))
+    runs = {harness.run_name(name, seed): partial(run, name, seed) for seed, name in wanted}
+    print_table(harness.run_all(options.output / folder, runs, options.report), ways)
 
 
-def print_table(runs: Sequence[Run], columns: dict[str, Ways], level: float) -> None:
-    def cells(of_way: Sequence[Run], value: Callable[[list[dict[str, float]]], str]) -> str:
-        return " / ".join(value(run["epochs"]) if run["epochs"] else "-" for run in of_way)
-
-    def first(epochs: list[dict[str, float]]) -> str:
-        return next((str(i) for i, epoch in enumerate(epochs, 1) if epoch["test_accuracy"] >= level), "-")
-
+def print_table(runs: Sequence[Run], ways: Ways) -> None:
+    columns: dict[str, Callable[[list[dict[str, float]]], str]] = {
+        "test % after epoch 1": lambda epochs: f"{100 * epochs[0]['test_accuracy']:.2f}",
+        "best": lambda epochs: f"{100 * max(epoch['test_accuracy'] for epoch in epochs):.2f}",
+        "training loss of the last epoch": lambda epochs: f"{epochs[-1]['train_loss']:.3g}",
+    }
     harness.print_machines(runs)
-    harness.print_header(
-        "way",
-        "seeds",
-        "test % after epoch 1",
-        "best",
-        "last",
-        f"first epoch with {level:.0%}",
-        "training loss of the last",
-        "seconds an epoch",
-    )
-    for way in dict.fromkeys(way for ways in columns.values() for way in ways):
-        of_way = [run for run in runs if run["way"] == way]
-        if not of_way:
-            continue
-        row = [
-            way,
-            " / ".join(str(run["seed"]) for run in of_way),
-            cells(of_way, lambda epochs: f"{epochs[0]['test_accuracy']:.2%}"),
-            cells(of_way, lambda epochs: f"{max(epoch['test_accuracy'] for epoch in epochs):.2%}"),
-            cells(of_way, lambda epochs: f"{epochs[-1]['test_accuracy']:.2%}"),
-            cells(of_way, first),
-            cells(of_way, lambda epochs: f"{epochs[-1]['train_loss']:.3g}"),
-            cells(of_way, lambda epochs: f"{statistics.median(epoch['seconds'] for epoch in epochs):.1f}"),
-        ]
-        diverged = [f"seed {run['seed']} diverged in epoch {len(run['epochs']) + 1}" for run in of_way if run["error"]]
-        print(f"| {' | '.join(row)} |{' ' + ', '.join(diverged) if diverged else ''}")
+    harness.print_header("way", "seeds", *columns, "errors")
+    for way in ways:
+        if of_way := [run for run in runs if run["way"] == way]:
+            finished = [run["epochs"] for run in of_way if run["epochs"]]
+            cells = (" / ".join(map(cell, finished)) for cell in columns.values())
+            seeds, errors = (" / ".join(str(run[key] or "") for run in of_way) for key in ("seed", "error"))
+            harness.print_row(way, seeds, *cells, errors)
+
+
+# --- the cost of a step -----------------------------------------------------------------------------------------------
+
+
+def make_step(task: Task, arguments: dict[str, Any] | None) -> Callable[[], None]:
+    """One training step by RLS, or by Adam where there are no arguments."""
+    torch.manual_seed(0)
+    network, inputs, labels = task.network(), task.batch(), torch.randint(task.classes, (BATCH_SIZE,))
+    parameters = list(network.parameters())
+    if arguments is None:
+        optimizer: torch.optim.Optimizer = ADAM(parameters)
+    else:
+        optimizer = RLS(network, auxiliary=ADAM, max_grad_norm=5.0, **arguments)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(inputs), labels).backward()
+        if arguments is None:
+            nn.utils.clip_grad_norm_(parameters, 5.0)
+        optimizer.step()
+
+    return step
+
+
+def milliseconds(step: Callable[[], None], number: int) -> float:
+    begin = time.process_time()
+    for _ in range(number):
+        step()
+    return 1000 * (time.process_time() - begin) / number
+
+
+def print_speed(options: argparse.Namespace) -> None:
+    torch.set_flush_denormal(True)
+    ways: dict[str, dict[str, Any]] = {"RLS": {}, "RLS, l1": {"l1": 1e-5}, "RLS, max_gain=None": {"max_gain": None}}
+    print(harness.machine_line())
+    harness.print_header("network", "way", "step / step with Adam (lowest to highest)", "with Adam, ms")
+    for name in options.tasks:
+        task = TASKS[name]
+        steps = [make_step(task, arguments) for arguments in (None, *ways.values())]
+        rounds = [[milliseconds(step, task.steps) for step in steps] for _ in range(options.rounds + 1)][1:]
+        of_adam, *of_ways = zip(*rounds, strict=True)
+        for way, times in zip(ways, of_ways, strict=True):
+            ratios = [mine / adam for mine, adam in zip(times, of_adam, strict=True)]
+            harness.print_row(name, way, harness.spread(ratios, bold=True), f"{statistics.median(of_adam):.1f}")
 
 
 def main() -> None:
@@ -309,17 +308,18 @@ def main() -> None:
         command = commands.add_parser(what)
         command.add_argument("task", choices=tuple(TASKS))
         command.add_argument("--ways", nargs="+", help="names of the tables' rows; default: all")
-        command.add_argument("--device", choices=tuple(CLOCKS), default="cpu")
         harness.add_data_options(command)
-        command.add_argument("--full-network", action="store_true", help="the recipe's, also for cifar and imdb")
-        command.add_argument("--full-data", action="store_true", help="all data, also for cifar and imdb")
-        command.add_argument("--epochs", type=int, help="default: 10")
-        command.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-        command.add_argument("--output", type=Path, help="default: results/benchmarks/rls")
+        command.add_argument("--epochs", type=int, default=10)
+        harness.add_run_options(command, "rls", seeds=[0, 1])
     rls_rivals.add_options(commands.add_parser("rivals"))
+    command = commands.add_parser("speed")
+    command.add_argument("tasks", nargs="*", choices=tuple(TASKS), default=tuple(TASKS))
+    command.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    if options.what == "rivals":
+    if options.what == "speed":
+        print_speed(options)
+    elif options.what == "rivals":
         rls_rivals.run_all(options)
     else:
         run_all(TASKS[options.task], options)

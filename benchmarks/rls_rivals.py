@@ -135,22 +135,13 @@ class Transformer(nn.Module):
 
 
 def from_module(make: Callable[..., InMemoryDataModule], options: argparse.Namespace) -> Data:
-    module = make(data_dir=options.data_dir, synthetic=options.synthetic)
-    module.prepare_data()
-    module.setup("fit")
-    assert module.splits is not None
-    return {part: getattr(module.splits, part).tensors for part in ("train", "val", "test")}
+    splits = harness.splits_of(make(data_dir=options.data_dir, synthetic=options.synthetic))
+    return {part: tensors.tensors for part, tensors in splits._asdict().items()}
 
 
 def next_characters(options: argparse.Namespace) -> Data:
-    """Texts of the first 90 %, next 5 % and last 5 % of tinyshakespeare; without files, of a rule of arithmetic."""
-    if options.synthetic:
-        numbers = torch.arange(100_000).square() % CHARACTERS
-    else:
-        text = (Path(options.data_dir) / "tinyshakespeare.txt").read_text()
-        places = {character: i for i, character in enumerate(sorted(set(text)))}
-        numbers = torch.tensor([places[character] for character in text])
-    windows = numbers.unfold(0, LENGTH + 1, LENGTH)
+    """Texts of the first 90 %, next 5 % and last 5 % of tinyshakespeare."""
+    windows = harness.text_windows(options, LENGTH)
     sizes = [len(windows) * 9 // 10, len(windows) // 20]
     parts = windows.split([*sizes, len(windows) - sum(sizes)])
     return {name: (part[:, :-1], part[:, 1:]) for name, part in zip(("train", "val", "test"), parts, strict=True)}
@@ -163,7 +154,6 @@ class Task:
     Attributes:
         title: in the table.
         data: reads the samples.
-        kept: the name under which they are kept for the next process.
         network: makes the network.
         classes: its outputs.
         seconds: of a run; and of one that chooses a rate.
@@ -173,7 +163,6 @@ class Task:
 
     title: str
     data: Callable[[argparse.Namespace], Data]
-    kept: str
     network: Callable[[], nn.Module]
     classes: int
     seconds: tuple[float, float]
@@ -186,22 +175,12 @@ imdb = partial(IMDBDataModule, train_size=4_500, val_size=500, test_size=2_500, 
 mnist = partial(MNISTDataModule, val_size=2_000)
 small_lstm = partial(RecurrentNetwork, vocabulary_size=5_000, embedding_size=32, hidden_size=32, num_layers=1)
 TASKS = {
-    "vgg": Task("CIFAR-10, mini VGG", cifar, "cifar", partial(mini_vgg, 8, 128), 10, (8.0, 2.5), 64),
-    "resnet": Task("CIFAR-10, ResNet", cifar, "cifar", resnet, 10, (8.0, 2.5), 64),
-    "lstm": Task("IMDB, LSTM", partial(from_module, imdb), "imdb", small_lstm, 2, (8.0, 2.5), 64, 1.0),
-    "mnist": Task("MNIST, 784-512-10", partial(from_module, mnist), "mnist", fully_connected, 10, (4.0, 1.5)),
-    "transformer": Task(
-        "characters, transformer", next_characters, "characters", Transformer, CHARACTERS, (6.0, 2.0), 16, 1.0
-    ),
+    "vgg": Task("CIFAR-10, mini VGG", cifar, partial(mini_vgg, 8, 128), 10, (8.0, 2.5), 64),
+    "resnet": Task("CIFAR-10, ResNet", cifar, resnet, 10, (8.0, 2.5), 64),
+    "lstm": Task("IMDB, LSTM", partial(from_module, imdb), small_lstm, 2, (8.0, 2.5), 64, 1.0),
+    "mnist": Task("MNIST, 784-512-10", partial(from_module, mnist), fully_connected, 10, (4.0, 1.5)),
+    "transformer": Task("characters, transformer", next_characters, Transformer, CHARACTERS, (6.0, 2.0), 16, 1.0),
 }
-
-
-def load(name: str, options: argparse.Namespace, directory: Path) -> Data:
-    """The samples of a task: read once, then kept beside the runs, since 60,000 images take long to decode."""
-    file = directory / f"{TASKS[name].kept}{'_synthetic' if options.synthetic else ''}.pt"
-    if not file.exists():
-        torch.save(TASKS[name].data(options), file)
-    return torch.load(file)
 
 
 # --- ways -------------------------------------------------------------------------------------------------------------
@@ -298,24 +277,6 @@ def accuracy(network: nn.Module, samples: tuple[Tensor, Tensor]) -> float:
     return right / samples[1].numel()
 
 
-class Stopwatch:
-    """CPU seconds of this process while it runs."""
-
-    def __init__(self) -> None:
-        self._before, self._since = 0.0, time.process_time()
-
-    @property
-    def seconds(self) -> float:
-        return self._before + time.process_time() - self._since
-
-    def leave_out(self, function: Callable[[], float]) -> float:
-        """The value of the function; its seconds do not count."""
-        self._before = self.seconds
-        result = function()
-        self._since = time.process_time()
-        return result
-
-
 def train(task: Task, way: Way, rate: float, seed: int, seconds: float, data: Data, marks: Sequence[float]) -> Run:
     """Validation accuracy and steps after these shares of the seconds, and the error if it diverged.
 
@@ -325,7 +286,7 @@ def train(task: Task, way: Way, rate: float, seed: int, seconds: float, data: Da
     network = task.network()
     inputs, labels = data["train"]
     points: list[dict[str, float]] = []
-    watch = Stopwatch()
+    began, evaluating = time.process_time(), 0.0
     optimizers = way.make(network, rate, task)
     levels = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     left: list[Tensor] = []  # batches of this pass through the samples
@@ -334,7 +295,7 @@ def train(task: Task, way: Way, rate: float, seed: int, seconds: float, data: Da
             left = [part for part in torch.randperm(len(inputs)).split(task.batch_size) if len(part) == task.batch_size]
         batch = left.pop()
         for group, level in levels:
-            group["lr"] = level * schedule(watch.seconds / seconds)
+            group["lr"] = level * schedule((time.process_time() - began - evaluating) / seconds)
         network.zero_grad()
         loss = F.cross_entropy(network(inputs[batch]).flatten(0, -2), labels[batch].flatten())
         if not torch.isfinite(loss):
@@ -344,9 +305,11 @@ def train(task: Task, way: Way, rate: float, seed: int, seconds: float, data: Da
             nn.utils.clip_grad_norm_(network.parameters(), task.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
-        if watch.seconds >= marks[len(points)] * seconds:
-            point = {"seconds": watch.seconds, "steps": step, "train_loss": loss.item()}
-            points.append({**point, "val_accuracy": watch.leave_out(lambda: accuracy(network, data["val"]))})
+        now = time.process_time()
+        if (spent := now - began - evaluating) >= marks[len(points)] * seconds:
+            point = {"seconds": spent, "steps": step, "train_loss": loss.item()}
+            points.append({**point, "val_accuracy": accuracy(network, data["val"])})
+            evaluating += time.process_time() - now
             if len(points) == len(marks):
                 break
     tested = {"test_accuracy": accuracy(network, data["test"])} if len(marks) > 1 else {}
@@ -376,27 +339,25 @@ def missing_factors(known: dict[float, float]) -> list[float]:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("tasks", nargs="+", choices=tuple(TASKS))
-    command.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS))
-    command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    command.add_argument("--output", type=Path, help="default: results/benchmarks/rls_rivals")
     harness.add_data_options(command)
+    harness.add_run_options(command, "rls_rivals")
 
 
 def run_all(options: argparse.Namespace) -> None:
     torch.set_flush_denormal(True)
-    output = harness.make_directory(options.output or harness.RESULTS / "rls_rivals")
-    missing = {name for name in options.ways if find_spec(WAYS[name].needs) is None}
+    output = harness.make_directory(options.output)
+    missing = {name for name, way in WAYS.items() if find_spec(way.needs) is None}
     for name in sorted(missing):
         print(f"{name} is left out: {WAYS[name].needs} is not installed")
-    for task in options.tasks:
-        run_task(task, [name for name in options.ways if name not in missing], options, output)
+    for task in () if options.report else options.tasks:
+        run_task(task, [name for name in WAYS if name not in missing], options, output)
     if runs := {task: found for task in options.tasks if (found := harness.load_runs(output / task))}:
         print_tables(runs)
 
 
 def run_task(name: str, ways: Sequence[str], options: argparse.Namespace, output: Path) -> None:
     """Choose the rates, then train all seeds; a run that is there is not repeated."""
-    task, data = TASKS[name], load(name, options, output)
+    task, data = TASKS[name], TASKS[name].data(options)
     of_rates, of_seeds = output / f"{name}_rates", output / name
 
     def run(

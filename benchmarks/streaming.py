@@ -1,12 +1,11 @@
 """Learning from a stream in one pass: RecursiveLinear against SGD, Adam and river.
 
-    OMP_NUM_THREADS=1 python benchmarks/streaming.py trump segments hyperplane [--seeds 0 1 2] [--batch 1]
-    OMP_NUM_THREADS=1 python benchmarks/streaming.py table [--batch 1]
+    OMP_NUM_THREADS=1 python benchmarks/streaming.py trump segments hyperplane [--seeds 0 1 2]
     OMP_NUM_THREADS=1 python benchmarks/streaming.py speed
     OMP_NUM_THREADS=1 python benchmarks/streaming.py exactness
 
-Every sample is predicted first and learnt afterwards, once (prequential error), in batches of ``--batch`` samples, by
-all but river one at a time. The tasks need no files; river brings the first two, and makes the third:
+Every sample is predicted first and learnt afterwards, once (prequential error). The tasks need no files; river brings
+the first two, and makes the third:
 
 - ``trump``: approval of a president, 1,001 days in their order, from the date and five polls; absolute error;
 - ``segments``: patches of images, 18 features, seven classes; a seed draws 1,000 of the 2,310 in an order; wrong
@@ -27,7 +26,6 @@ the coefficients after each row with exact rationals, on regressions that statsm
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
@@ -36,7 +34,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -96,10 +93,9 @@ def stream(task: str, seed: int) -> Stream:
     if task == "trump":
         samples = list(datasets.TrumpApproval())
     elif task == "segments":
-        samples = list(datasets.ImageSegments())
-        samples = [
-            samples[i] for i in torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))[:1000]
-        ]
+        patches = list(datasets.ImageSegments())
+        order = torch.randperm(len(patches), generator=torch.Generator().manual_seed(seed))
+        samples = [patches[i] for i in order[:1000]]
     else:
         plane = synth.Hyperplane(seed=seed, n_features=10, n_drift_features=5, mag_change=0.01, noise_percentage=0.05)
         samples = list(islice(plane, 1000))
@@ -136,8 +132,8 @@ class Learner(Protocol):
 class Trained:
     """A torch module and its optimizer."""
 
-    def __init__(self, module: nn.Module, make: Callable[[nn.Module], Any], loss: Callable[..., Tensor]) -> None:
-        self.module, self.optimizer, self.loss = module, make(module), loss
+    def __init__(self, module: nn.Module, make: Callable[..., Any], loss: Callable[..., Tensor]) -> None:
+        self.module, self.optimizer, self.loss = module, make(module.parameters()), loss
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
@@ -228,16 +224,8 @@ class Way:
     standardised: bool = True
 
 
-def of_torch(model: Callable[[Stream, int], nn.Module], make: Callable[..., Any], loss: Callable[..., Tensor]) -> Any:
-    return lambda data, seed, setting: Trained(model(data, seed), partial(make, setting=setting), loss)
-
-
-def sgd(module: nn.Module, setting: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=setting)
-
-
-def adam(module: nn.Module, setting: float) -> torch.optim.Optimizer:
-    return torch.optim.Adam(module.parameters(), lr=setting)
+def of_torch(model: Callable[[Stream, int], nn.Module], kind: Callable[..., Any], loss: Callable[..., Tensor]) -> Any:
+    return lambda data, seed, rate: Trained(model(data, seed), partial(kind, lr=rate), loss)
 
 
 def ways(task: str) -> dict[str, Way]:
@@ -247,15 +235,15 @@ def ways(task: str) -> dict[str, Way]:
             [None], lambda data, seed, _: LastTarget(data.outputs, data.classes > 0)
         ),
         "RecursiveLinear": Way(FORGETTING, lambda data, seed, forgetting: Recursive(data, forgetting), False),
-        "SGD": Way(RATES, of_torch(linear, sgd, loss)),
-        "Adam": Way(RATES, of_torch(linear, adam, loss)),
+        "SGD": Way(RATES, of_torch(linear, torch.optim.SGD, loss)),
+        "Adam": Way(RATES, of_torch(linear, torch.optim.Adam, loss)),
         **ways_of_river(task),
     }
     if task == "hyperplane":
         return found
     return found | {
-        "network: SGD": Way(RATES[:4], of_torch(network, sgd, loss)),
-        "network: Adam": Way(RATES[:4], of_torch(network, adam, loss)),
+        "network: SGD": Way(RATES[:4], of_torch(network, torch.optim.SGD, loss)),
+        "network: Adam": Way(RATES[:4], of_torch(network, torch.optim.Adam, loss)),
     }
 
 
@@ -270,25 +258,20 @@ def ways_of_river(task: str) -> dict[str, Way]:
         return {
             "river LinearRegression": way(RATES, lambda rate: linear_model.LinearRegression(optim.SGD(rate))),
             "river BayesianLinearRegression": way((None, *FORGETTING[1:]), lambda λ: bayesian(smoothing=λ), False),
-            "river PARegressor": way((0.01, 0.1, 1.0), lambda c: linear_model.PARegressor(C=c)),
         }
     if task == "segments":
         return {"river SoftmaxRegression": way(RATES, lambda rate: linear_model.SoftmaxRegression(optim.SGD(rate)))}
-    return {
-        "river LogisticRegression": way(RATES, lambda rate: linear_model.LogisticRegression(optim.SGD(rate))),
-        "river PAClassifier": way((0.01, 0.1, 1.0), lambda c: linear_model.PAClassifier(C=c)),
-        "river ALMAClassifier": way((0.5, 0.9), lambda alpha: linear_model.ALMAClassifier(alpha=alpha)),
-    }
+    return {"river LogisticRegression": way(RATES, lambda rate: linear_model.LogisticRegression(optim.SGD(rate)))}
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
-def run(task: str, name: str, setting: Any, seed: int, data: Stream, batch: int) -> Run:
+def run(task: str, name: str, setting: Any, seed: int, data: Stream) -> Run:
     way = ways(task)[name]
     learner, read = way.make(data, seed, setting), data.standardised if way.standardised else data.inputs
     errors, began = [], time.process_time()
-    for inputs, targets in zip(read.split(batch), data.targets.split(batch), strict=True):
+    for inputs, targets in zip(read.split(1), data.targets.split(1), strict=True):
         errors.append(data.errors(learner.predict(inputs), targets))
         learner.learn(inputs, targets)
     seconds = time.process_time() - began
@@ -298,7 +281,6 @@ def run(task: str, name: str, setting: Any, seed: int, data: Stream, batch: int)
         "way": name,
         "setting": setting,
         "seed": seed,
-        "batch": batch,
         "error": joined.mean().item(),
         "late": joined[-len(joined) // 4 :].mean().item(),
         "curve": [round(part.mean().item(), 4) for part in joined.split(WINDOW)],
@@ -369,19 +351,12 @@ def print_speed() -> None:
     torch.manual_seed(0)
     print(harness.machine_line(), end="\n\n")
     harness.print_header("a row", "reference, µs", "RecursiveLinear, µs", "ratio")
-    for features in (512, 1024, 2048):
-        found = {name: 1e6 * s / 256 for name, s in seconds_of(blocks(features), 5, 1).items()}
-        of_layer, other = found["RecursiveLinear"], found["Woodbury"]
-        name = f"of {features:,} features, in blocks of 256; Woodbury"
-        harness.print_row(name, f"{other:.0f}", f"{of_layer:.0f}", f"{of_layer / other:.2f}")
-    found = {name: 1e6 * s for name, s in seconds_of(single_rows(), 40, 50).items()}
-    of_layer, other = found["RecursiveLinear"], found["numpy"]
-    harness.print_row(
-        "of 10 features, alone, predicted and learnt; numpy",
-        f"{other:.1f}",
-        f"{of_layer:.1f}",
-        f"{of_layer / other:.1f}",
-    )
+    sizes = (512, 1024, 2048)
+    found = {f"of {n:,} features, in blocks of 256; Woodbury": (seconds_of(blocks(n), 5, 1), 256) for n in sizes}
+    found["of 10 features, alone, predicted and learnt; numpy"] = seconds_of(single_rows(), 40, 50), 1
+    for name, (seconds, rows) in found.items():
+        other, of_layer = (1e6 * s / rows for s in seconds.values())
+        harness.print_row(name, f"{other:.1f}", f"{of_layer:.1f}", f"{of_layer / other:.2f}")
 
 
 # --- exactness --------------------------------------------------------------------------------------------------------
@@ -514,7 +489,7 @@ TITLES = {
 
 
 @style.readable
-def draw(by_task: dict[str, list[Run]], batch: int) -> Figure:
+def draw(by_task: dict[str, list[Run]]) -> Figure:
     """Errors over samples, averaged over the last 200 of them and over seeds."""
     figure = Figure(figsize=(style.WIDTH, 3.4 * len(by_task)), layout="constrained")
     for axes, (task, runs) in zip(figure.subplots(len(by_task), squeeze=False)[:, 0], by_task.items(), strict=True):
@@ -535,49 +510,36 @@ def draw(by_task: dict[str, list[Run]], batch: int) -> Figure:
     return figure
 
 
-def known(output: Path, batch: int) -> list[Run]:
-    return [each for each in harness.load_runs(output) if each["batch"] == batch]
-
-
 def main() -> None:
     parser = harness.make_parser(__doc__)
     parser.add_argument(
         "tasks",
         nargs="+",
-        choices=(*TASKS, "table", "speed", "exactness"),
-        help="table: what has been run so far, drawn too; speed: blocks and rows beside numpy and Woodbury's formula; "
-        "exactness: coefficients after each row",
+        choices=(*TASKS, "speed", "exactness"),
+        help="speed: blocks and rows beside numpy and Woodbury's formula; exactness: coefficients after each row",
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--batch", type=int, default=1, help="samples that are predicted before they are learnt")
-    parser.add_argument("--output-dir", type=Path, default=harness.RESULTS / "streaming")
-    options: argparse.Namespace = parser.parse_args()
+    harness.add_run_options(parser, "streaming")
+    options = parser.parse_args()
     if "speed" in options.tasks:
         return print_speed()
     if "exactness" in options.tasks:
         return print_exactness()
-    output = harness.make_directory(options.output_dir)
-    asked = [task for task in TASKS if task in options.tasks]
-    for task in asked:
+    runs: list[Run] = []
+    for task in options.tasks:
         for seed in options.seeds:
+            runs = harness.load_runs(options.output)
             data = stream(task, seed)
             settings = {name: way.settings for name, way in ways(task).items()}
             if seed != options.seeds[0]:
-                settings = chosen_settings([r for r in known(output, options.batch) if r["task"] == task])
+                settings = chosen_settings([r for r in runs if r["task"] == task])
                 if task == "trump":  # it has one order, and nothing random but the networks
                     settings = {name: values for name, values in settings.items() if name.startswith("network")}
-            jobs = [(name, setting) for name, values in settings.items() for setting in values]
-            for name, setting in harness.progress(jobs, len(jobs), f"{task}, seed {seed}"):
-                run_name = harness.run_name(task, name, setting, seed, options.batch)
-                harness.run_once(output, run_name, partial(run, task, name, setting, seed, data, options.batch))
-    runs = known(output, options.batch)
-    by_task = {task: [r for r in runs if r["task"] == task] for task in asked or TASKS}
-    by_task = {task: of_task for task, of_task in by_task.items() if of_task}
+            cells = [(name, setting) for name, values in settings.items() for setting in values]
+            jobs = {harness.run_name(task, *cell, seed, 1): partial(run, task, *cell, seed, data) for cell in cells}
+            runs = harness.run_all(options.output, jobs, options.report)
     harness.print_machines(runs)
-    for task, of_task in by_task.items():
-        print_table(task, of_task)
-    if len(by_task) > 1:
-        draw(by_task, options.batch).savefig(output / f"streaming_{options.batch}.png")
+    for task in options.tasks:
+        print_table(task, [r for r in runs if r["task"] == task])
 
 
 if __name__ == "__main__":

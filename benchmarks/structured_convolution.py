@@ -65,17 +65,13 @@ def main() -> None:
     parser = harness.make_parser(__doc__)
     parser.add_argument("--networks", nargs="+", choices=TABLE_3, default=list(TABLE_3), help="configs of the recipe")
     parser.add_argument("--epochs", type=int, default=50)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     harness.add_data_options(parser)
-    parser.add_argument("--output", type=Path, help="default: results/benchmarks/structured_convolution")
+    harness.add_run_options(parser, "structured_convolution", seeds=[0])
     options = parser.parse_args()
-    folder = ["synthetic"] if options.synthetic else []
-    output = (options.output or harness.RESULTS / "structured_convolution").resolve()
-    output /= "_".join([f"{options.epochs}_epochs", *folder])
-    wanted = list(product(options.seeds, options.networks))
-    for seed, network in harness.progress(wanted, len(wanted)):
-        harness.run_once(output, harness.run_name(network, seed), partial(train, network, seed, options))
-    runs = harness.load_runs(output)
+    output = options.output.resolve() / f"{options.epochs}_epochs{'_synthetic' if options.synthetic else ''}"
+    wanted = product(options.seeds, options.networks)
+    jobs = {harness.run_name(network, seed): partial(train, network, seed, options) for seed, network in wanted}
+    runs = harness.run_all(output, jobs, options.report)
     harness.print_machines(runs)
     harness.print_header("network", "seed", "parameters", "test %", "the paper, 50 epochs", "seconds")
     for run in sorted(runs, key=lambda run: (list(TABLE_3).index(run["network"]), run["seed"])):

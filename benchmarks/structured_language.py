@@ -20,7 +20,7 @@ from harness import Run
 from lightning_struct.data import TextCorpusDataModule
 from lightning_struct.models import LanguageModel
 from lightning_struct.models.structured import LayerOfSizes
-from paper_tables import LANGUAGE_RANKS, TABLE_2, Way, paper_perplexity
+from paper_tables import LANGUAGE_RANKS, TABLE_2, Way
 from structured_classes import RANKED, BestWeights, finished, title, ways_in
 
 LEAST_COUNT = 3  # of a word of WikiText
@@ -36,13 +36,12 @@ def language_ways(classes: Sequence[str], ranks: Sequence[int]) -> list[Way]:
 def train_language(way: Way, seed: int, data: TextCorpusDataModule, options: argparse.Namespace) -> Run:
     L.seed_everything(seed, verbose=False)
     name, rank = way
-    init = "reference" if options.authors else "variance"
-    layer: LayerOfSizes = nn.Linear if rank is None else partial(RANKED[name], rank=rank, init=init)
+    layer: LayerOfSizes = nn.Linear if rank is None else partial(RANKED[name], rank=rank, init="variance")
     plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.25, patience=0, threshold=0.0)
     model = LanguageModel(
         data.vocabulary_size,
         layer=layer,
-        balanced=not options.authors,
+        balanced=True,
         optimizer=partial(torch.optim.Adam, lr=options.adam) if options.adam else partial(torch.optim.SGD, lr=20.0),
         lr_scheduler=plateau,
     )
@@ -50,7 +49,7 @@ def train_language(way: Way, seed: int, data: TextCorpusDataModule, options: arg
         nn.init.normal_(model.embedding.weight)
         model.embedding.requires_grad_(not options.frozen_embedding)
     best = BestWeights("val_loss", -1)
-    trainer = harness.bare_trainer(best, max_epochs=options.epochs, accelerator=options.device, gradient_clip_val=0.25)
+    trainer = harness.bare_trainer(best, max_epochs=options.epochs, gradient_clip_val=0.25)
     began = time.process_time()
     try:
         trainer.fit(model, datamodule=data)
@@ -74,43 +73,33 @@ def run_language(options: argparse.Namespace) -> None:
         options.data_dir, options.text_file, synthetic=options.synthetic, least_count=options.least_count
     )
     source = "synthetic" if options.synthetic else Path(options.text_file).stem if options.text_file else "wikitext-2"
-    folder = f"language_{source}_{options.epochs}_epochs" + ("_authors" if options.authors else "")
+    folder = f"language_{source}_{options.epochs}_epochs"
     folder += f"_count_{options.least_count}" if options.least_count != LEAST_COUNT else ""
     folder += "_frozen" if options.frozen_embedding else "_normal" if options.normal_embedding else ""
     folder += f"_adam_{options.adam:g}" if options.adam else ""
-    output = (options.output or harness.RESULTS / "structured_tasks") / folder
 
-    settings = {
-        key: getattr(options, key)
-        for key in ("epochs", "authors", "normal_embedding", "frozen_embedding", "least_count", "adam")
-    }
+    kept = ("epochs", "normal_embedding", "frozen_embedding", "least_count", "adam")
+    settings = {key: getattr(options, key) for key in kept}
     settings |= {"text": source, "words": len(data.corpus.train), "vocabulary": data.vocabulary_size}
 
     def train(way: Way, seed: int) -> Run:
         return {**settings, "way": way, "seed": seed, **train_language(way, seed, data, options)}
 
-    wanted = list(product(options.seeds, language_ways(options.classes, options.ranks)))
-    for seed, way in harness.progress(wanted, len(wanted)):
-        run = harness.run_once(output, harness.run_name(*way, seed), partial(train, way, seed))
-        if run is not None:
-            print(f"{title(way)}, seed {seed}: {run.get('test_perplexity', run.get('error'))}", flush=True)
-    runs = harness.load_runs(output)
-    words = f"{len(data.corpus.train):,} training words, vocabulary {data.vocabulary_size:,}"
-    print(f"\n{source}: {words}")
-    if source != "wikitext-2":
-        print("The paper's figures are of WikiText-2.")
+    wanted = product(options.seeds, language_ways(options.classes, options.ranks))
+    jobs = {harness.run_name(*way, seed): partial(train, way, seed) for seed, way in wanted}
+    runs = harness.run_all(options.output / folder, jobs, options.report)
+    print(f"\n{source}: {len(data.corpus.train):,} training words, vocabulary {data.vocabulary_size:,}")
     harness.print_machines(runs)
-    harness.print_header("input-hidden matrices", "parameters", "test perplexity by seed", "paper", "seconds of a run")
+    harness.print_header("input-hidden matrices", "parameters", "test perplexity by seed", "seconds of a run")
     for way in ways_in(runs):
         of_way = finished(runs, way)
         if not of_way:
-            harness.print_row(title(way), "", "diverged", "", "")
+            harness.print_row(title(way), "", "diverged", "")
             continue
         harness.print_row(
             title(way),
             f"{of_way[0]['parameters']:,}",
             " / ".join(f"{run['test_perplexity']:.2f}" for run in of_way),
-            paper_perplexity(way),
             f"{statistics.median(run['seconds'] for run in of_way):.0f}",
         )
 
@@ -120,8 +109,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--classes", nargs="+", choices=("unstructured", *TABLE_2), default=("unstructured", *TABLE_2))
     parser.add_argument("--ranks", type=int, nargs="+", default=LANGUAGE_RANKS, help="of LDR-SD, for the budgets")
     parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--authors", action="store_true", help="initial values and rates as in the authors' code")
     parser.add_argument(
         "--normal-embedding", action="store_true", help="it begins with entries of N(0, 1), ten times as large"
     )

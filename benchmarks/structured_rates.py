@@ -1,6 +1,6 @@
 """The learning rate of structured layers beside that of nn.Linear, by class and optimizer.
 
-    OMP_NUM_THREADS=1 python benchmarks/structured_rates.py --data-dir DIRECTORY [--tasks digits ...] [--jobs 2]
+    OMP_NUM_THREADS=1 python benchmarks/structured_rates.py --data-dir DIRECTORY [--tasks digits ...]
 
 Two networks, in which ``nn.Linear`` or a structured layer stands:
 
@@ -24,7 +24,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from lightning_struct.nn import STRUCTURED_CLASSES, Monarch
 from lightning_struct.nn.classic import GeneratorLinear
 
 STEPS, BATCH, RANK = 300, 64, 4
+OPTIMIZERS = {"Adam": torch.optim.Adam, "SGD": partial(torch.optim.SGD, momentum=0.9)}
 RATES = {"Adam": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1), "SGD": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)}
 DENSE = "nn.Linear"
 Layer = Callable[[int, int], nn.Module]
@@ -97,12 +98,6 @@ TASKS: dict[str, tuple[Callable[..., Any], Callable[[Layer], nn.Module]]] = {
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def optimizer_of(name: str, network: nn.Module, rate: float) -> torch.optim.Optimizer:
-    if name == "Adam":
-        return torch.optim.Adam(network.parameters(), lr=rate)
-    return torch.optim.SGD(network.parameters(), lr=rate, momentum=0.9)
-
-
 def train(network: nn.Module, optimizer: torch.optim.Optimizer, data: Any, seed: int) -> float:
     """Loss in validation after the steps; infinite where training diverged."""
     training, validation = data
@@ -138,7 +133,7 @@ def measure(options: argparse.Namespace, task: str, layer: str, optimizer: str, 
         for seed in seeds:
             torch.manual_seed(seed)
             network = build(CLASSES[layer])
-            losses[rate].append(train(network, optimizer_of(optimizer, network, rate), data, seed))
+            losses[rate].append(train(network, OPTIMIZERS[optimizer](network.parameters(), lr=rate), data, seed))
     return {"task": task, "layer": layer, "optimizer": optimizer, "seeds": list(seeds), "losses": list(losses.items())}
 
 
@@ -178,28 +173,12 @@ def cell(found: dict[tuple[str, str, str], dict[float, float]], task: str, optim
 def main() -> None:
     parser = harness.make_parser(__doc__)
     harness.add_data_options(parser)
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "structured_rates")
+    harness.add_run_options(parser, "structured_rates")
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
-    parser.add_argument("--layers", nargs="+", choices=tuple(CLASSES), default=list(CLASSES))
-    parser.add_argument("--optimizers", nargs="+", choices=tuple(RATES), default=list(RATES))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    harness.add_job_options(parser)
     options = parser.parse_args()
-    if options.job:
-        harness.answer_job(options.job, partial(measure, options))
-        return
-    jobs = [
-        harness.Job(
-            f"{task}, {layer}, {optimizer}",
-            harness.run_name(task, layer, optimizer, *options.seeds),
-            {"task": task, "layer": layer, "optimizer": optimizer, "seeds": options.seeds},
-        )
-        for task in options.tasks
-        for layer in options.layers
-        for optimizer in options.optimizers
-    ]
-    if runs := harness.run_jobs(options.output, jobs, options.jobs):
-        report(runs)
+    cells = product(options.tasks, CLASSES, RATES)
+    runs = {harness.run_name(*cell, *options.seeds): partial(measure, options, *cell, options.seeds) for cell in cells}
+    report(harness.run_all(options.output, runs, options.report))
 
 
 if __name__ == "__main__":

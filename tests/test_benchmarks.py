@@ -1,6 +1,5 @@
 """What the benchmarks share does what it promises, and each script says how it is used."""
 
-import json
 import re
 import sys
 import warnings
@@ -88,42 +87,17 @@ def test_runs_that_are_kept_at_once_do_not_mix(harness: ModuleType, tmp_path: Pa
         assert [run["run"] for run in harness.load_runs(tmp_path / "runs")] == names
 
 
-def test_jobs_run_in_processes_of_their_own_if_their_runs_are_missing(
+def test_missing_runs_are_made_and_a_missing_package_leaves_its_run_out(
     harness: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import json, os, sys\n"
-        "job = json.loads(sys.argv[-1])\n"
-        "answer = {'run': job['name'], 'square': job['arguments']['x'] ** 2, 'process': os.getpid()}\n"
-        "open(job['experiment'] + '.jsonl', 'a').write(json.dumps(answer) + '\\n')\n"
-    )
-    jobs = [harness.Job(f"job {x}", str(x), {"x": x}) for x in (3, 4, "text")]
-    (tmp_path / "squares.jsonl").write_text('{"run": "3", "square": 0}\n')
-    assert [run["square"] for run in harness.run_jobs(tmp_path / "squares", jobs, workers=0)] == [0]
-    runs = harness.run_jobs(tmp_path / "squares", jobs, workers=2, command=[sys.executable, str(script)])
-    assert [run["square"] for run in runs] == [0, 16]
-    assert runs[1]["process"] not in (None, harness.os.getpid())
-    printed = capsys.readouterr().out
-    assert "job 4: done" in printed and "TypeError" in printed and "job 3" not in printed
+    def without_package() -> dict[str, object]:
+        raise ImportError("no module named 'rival'")
 
-
-@pytest.mark.parametrize(
-    ("seconds", "bound", "is_missing"),
-    [(601.2, 600.0, False), (601.2, 300.0, False), (601.2, 3000.0, True), (601.2, None, True), (535.0, 3000.0, False)],
-)
-def test_a_run_is_repeated_only_if_a_lower_bound_ended_it(
-    harness: ModuleType, seconds: float, bound: float | None, is_missing: bool
-) -> None:
-    runs = {"run": {"seconds": seconds, "bound": 600.0}}
-    assert harness.Job("job", "run", {}, bound).is_missing(runs) == is_missing
-
-
-def test_a_job_is_answered_by_its_arguments(harness: ModuleType, tmp_path: Path) -> None:
-    job = {"experiment": str(tmp_path / "runs"), "name": "first", "arguments": {"name": "adam", "seed": 3}}
-    harness.answer_job(json.dumps(job), lambda name, seed: {"way": name, "seed": seed + 1})
-    (run,) = harness.load_runs(tmp_path / "runs")
-    assert (run["run"], run["way"], run["seed"]) == ("first", "adam", 4)
+    harness.keep_run(tmp_path / "squares", "3", {"square": 0})
+    jobs = {"3": lambda: {"square": 9}, "rival": without_package, "4": lambda: {"square": 16}}
+    assert [run["square"] for run in harness.run_all(tmp_path / "squares", jobs, is_report=True)] == [0]
+    assert [run["square"] for run in harness.run_all(tmp_path / "squares", jobs)] == [0, 16]
+    assert capsys.readouterr().out.splitlines() == ["rival is left out: no module named 'rival'", "4: done"]
 
 
 def test_the_table_of_known_numbers(harness: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,37 +185,24 @@ def test_the_growing_batch_is_compared_with_the_users_own(capsys: pytest.Capture
     assert "| 0.1000 / 0.1100 / 0.1200 | 0.0900 / 0.0900 / 0.0900 | -0.0200 | 0.0200 |" in printed
 
 
-def test_of_several_ways_of_a_kind_the_best_of_those_with_most_seeds_is_drawn() -> None:
-    def runs(*errors: float) -> list[dict[str, object]]:
-        return [{"seed": i, "validations": [{"cpu": 1.0, "error": error}]} for i, error in enumerate(errors)]
-
-    module = import_module("autoencoders")
-    by_name = {"adam 1e-3": runs(3.0, 3.0), "adam 2e-3": runs(2.0, 2.5), "adam 5e-4": runs(1.0), "shf": runs(9.0)}
-    assert module.best_of(by_name, "adam") == "adam 2e-3"
-    (axes,) = module.draw_errors(by_name).axes
-    assert [line.get_label() for line in axes.lines if not line.get_label().startswith("_")] == [
-        "Adam, 2e-3",
-        "SHF of the paper",
-    ]
-
-
-def test_a_script_measures_and_prints_its_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("classes", [False, True])
+def test_structured_layers_are_timed_beside_a_dense_one(classes: bool, capsys: pytest.CaptureFixture[str]) -> None:
     module = import_module("structured_layers")
-    options = SimpleNamespace(rival=None, sizes=[64], ranks=[1], deviation=0.01, rounds=1)
-    found = module.table(False, [1], options)
-    assert list(found) == [(64, 1, 1)] and found[64, 1, 1] > 0
-    assert "| n | batch | r | method |" in capsys.readouterr().out
-
-
-def test_all_classes_are_timed_beside_a_dense_layer(capsys: pytest.CaptureFixture[str]) -> None:
-    module = import_module("structured_layers")
-    module.class_table(True, [1], SimpleNamespace(sizes=[64], rounds=1))
+    module.table(True, [1], SimpleNamespace(sizes=[64], ranks=[1, 2], rounds=1, classes=classes))
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| 64")]
-    assert {row[1]: row[2] for row in rows} == {"dense, ms": "4,096"} | {
-        name: f"{layer.weight_parameters:,}" for name, layer in module.classes_of(64).items()
-    }
+    ours = module.classes_of(64) if classes else {f"LDR-SD, r = {r}": module.layer_of(64, r) for r in (1, 2)}
+    counts = {name: f"{layer.weight_parameters:,}" for name, layer in ours.items()}
+    assert {row[1]: row[2] for row in rows} == {"dense, ms": "4,096"} | counts
+
+
+def test_the_lowest_error_of_adam_is_compared_seed_by_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    def runs(name: str, *errors: float) -> list[dict[str, object]]:
+        points = [{"cpu": 10.0 * i, "error": error} for i, error in enumerate(errors)]
+        return [{"name": name, "seed": 0, "validations": points}]
+
+    by_name = {"adam 1e-3": runs("adam 1e-3", 9, 3), "adam 2e-3": runs("adam 2e-3", 9, 5, 2)}
+    import_module("autoencoders").compare_with_adam(by_name | {"kronecker": runs("kronecker", 9, 1.5)})
+    assert "| 0 | 2.000 | adam 2e-3 20, 2.000; kronecker 10, 1.500 |" in capsys.readouterr().out
 
 
 def test_the_tables_of_the_papers_are_those_of_the_data() -> None:
@@ -282,13 +243,6 @@ def test_a_table_changes_with_its_runs(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert papers.machines().rows == [[harness.machine_line(), "2", "3 to 4"]]
 
 
-def test_seeds_are_a_list_in_every_script() -> None:
-    options = [
-        line for file in DIRECTORY.glob("*.py") for line in file.read_text().splitlines() if '("--seeds"' in line
-    ]
-    assert len(options) > 10 and all('type=int, nargs="+", default=[0' in option for option in options)
-
-
 def test_commands_that_differ_in_their_seeds_are_one() -> None:
     commands = [f"python a.py --seeds {seeds} --epochs 3" for seeds in ("0", "2 1")] + ["python b.py"]
     assert import_module("papers").commands_of({"command": command} for command in commands) == [
@@ -304,7 +258,7 @@ def test_a_run_names_its_command_without_folders_of_its_machine(
     (tmp_path / "text.txt").touch()
     monkeypatch.chdir(tmp_path / "here")
     outside = ["--data-dir", str(tmp_path), "--text-file", str(tmp_path / "text.txt")]
-    monkeypatch.setattr(sys, "argv", ["/some/where/script.py", *outside, "--output", "results", "--job", "{}"])
+    monkeypatch.setattr(sys, "argv", ["/some/where/script.py", *outside, "--output", "results"])
     assert harness.command() == "python benchmarks/script.py --data-dir DIRECTORY --text-file text.txt --output results"
 
 
@@ -330,7 +284,7 @@ def test_each_rival_trains_all_weights_of_a_network(way: str) -> None:
     before = [parameter.detach().clone() for parameter in network.parameters()]
     images, labels = torch.randn(6, 1, 4, 4), torch.arange(6) % 3
     data = {part: (images, labels) for part in ("train", "val", "test")}
-    task = module.Task("", lambda options: data, "", lambda: network, 3, (0.0, 0.0), batch_size=6)
+    task = module.Task("", lambda options: data, lambda: network, 3, (0.0, 0.0), batch_size=6)
     run = module.train(task, module.WAYS[way], module.WAYS[way].rate, 0, 1e9, data, (0.0, 0.0, 0.0))
     assert run["error"] is None and [point["steps"] for point in run["points"]] == [1, 2, 3]
     assert not any(map(torch.equal, before, network.parameters()))

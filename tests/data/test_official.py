@@ -22,14 +22,13 @@ OTHERS = {
     "CurvesDataModule": ((20_000, 2_000, 8_000), LITTLE, (784,)),
     "MNISTVariantDataModule": ((12_000, 50_000), FLAT, (784,)),
     "RectanglesDataModule": ((1_200, 50_000), FLAT, (784,)),
-    "NORBDataModule": ((291_600, 58_320), FLAT, (1024,)),
+    "NORBDataModule": ((12_000, 10_000), FLAT, (1024,)),
 }
 ALL = DOWNLOADED | OTHERS
 MADE_ALIKE = ("CurvesDataModule",)  # for every seed
 FILES = {  # that errors name
     "MNISTVariantDataModule": ("mnist_all_background_images_rotation_normalized_test.amat of https", "data.generate"),
     "RectanglesDataModule": ("rectangles_train.amat and rectangles_test.amat of https", "--data.generate=true"),
-    "NORBDataModule": ("training-01-dat.mat[.gz]", "https://cs.nyu.edu/", "--data.generate=true"),
     "TextCorpusDataModule": ("wiki.train.tokens", "wiki.test.tokens", "https", "or any text (--data.text_file)"),
 }
 REMEDY = "--data.synthetic=true"

@@ -252,7 +252,8 @@ def print_table(runs: Sequence[Run], ways: Ways) -> None:
         if of_way := [run for run in runs if run["way"] == way]:
             finished = [run["epochs"] for run in of_way if run["epochs"]]
             cells = (" / ".join(map(cell, finished)) for cell in columns.values())
-            seeds, errors = (" / ".join(str(run[key] or "") for run in of_way) for key in ("seed", "error"))
+            seeds = " / ".join(str(run["seed"]) for run in of_way)
+            errors = " / ".join(run["error"] for run in of_way if run["error"])
             harness.print_row(way, seeds, *cells, errors)
 
 
@@ -263,9 +264,8 @@ def make_step(task: Task, arguments: dict[str, Any] | None) -> Callable[[], None
     """One training step by RLS, or by Adam where there are no arguments."""
     torch.manual_seed(0)
     network, inputs, labels = task.network(), task.batch(), torch.randint(task.classes, (BATCH_SIZE,))
-    parameters = list(network.parameters())
     if arguments is None:
-        optimizer: torch.optim.Optimizer = ADAM(parameters)
+        optimizer: torch.optim.Optimizer = ADAM(network.parameters())
     else:
         optimizer = RLS(network, auxiliary=ADAM, max_grad_norm=5.0, **arguments)
 
@@ -273,7 +273,7 @@ def make_step(task: Task, arguments: dict[str, Any] | None) -> Callable[[], None
         optimizer.zero_grad()
         nn.functional.cross_entropy(network(inputs), labels).backward()
         if arguments is None:
-            nn.utils.clip_grad_norm_(parameters, 5.0)
+            nn.utils.clip_grad_norm_(network.parameters(), 5.0)
         optimizer.step()
 
     return step

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -323,26 +323,22 @@ def blocks(features: int, rows: int = 256, outputs: int = 10) -> dict[str, Calla
 def single_rows(features: int = 10) -> dict[str, Callable[[], object]]:
     """One row after the other, predicted and learnt: numpy's recursion of P, and RecursiveLinear."""
     x, y = torch.randn(100, 1, features).double(), torch.randn(100, 1, 1).double()
-    rows, answers, places = x[:, 0].numpy(), y[:, 0, 0].numpy(), {"numpy": 0, "RecursiveLinear": 0}
+    rows, batches = cycle(zip(x[:, 0].numpy(), y[:, 0, 0].numpy(), strict=True)), cycle(zip(x, y, strict=True))
     layer = RecursiveLinear(features, 1, bias=False, dtype=torch.float64)
     P, w = np.eye(features), np.zeros(features)
 
-    def turn(name: str) -> int:
-        places[name] += 1
-        return places[name] % 100
-
     def by_numpy() -> None:
         nonlocal P, w
-        i = turn("numpy")
-        u = P @ rows[i]
-        k = u / (1 + rows[i] @ u)
-        w = w + k * (answers[i] - rows[i] @ w)
+        row, answer = next(rows)
+        u = P @ row
+        k = u / (1 + row @ u)
+        w = w + k * (answer - row @ w)
         P = P - np.outer(k, u)
 
     def by_layer() -> None:
-        i = turn("RecursiveLinear")
-        layer(x[i])
-        layer.update(x[i], y[i])
+        inputs, targets = next(batches)
+        layer(inputs)
+        layer.update(inputs, targets)
 
     return {"numpy": by_numpy, "RecursiveLinear": by_layer}
 

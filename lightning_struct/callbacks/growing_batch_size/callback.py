@@ -609,7 +609,7 @@ class GrowingBatchSize(Callback):
         if not self._tests_norm or fit.measurement.noise_limits:
             return text
         if not fit.measurement.has_tested:
-            return f"{text}. The run was too short to test whether it cancels what the steps gain"
+            return f"{text}. The run was too short to test whether noise cancels what the steps gain"
         return f"{text}. The steps made progress nevertheless: larger batches would have cost samples"
 
     def _end_fit(self, keep_growth: bool) -> None:

@@ -10,16 +10,14 @@ is the circular convolution with [g, 0, f g], of a length of at least 2m, cut to
 nothing. Its transpose is the correlation with the same vector. So the transpose of M has the same structure, with the
 two sides exchanged: derivatives rest on that.
 
-The paper needs log₂ n levels of transforms (Theorem 1); this is one level. The same product is computed in five ways:
+The paper needs log₂ n levels of transforms (Theorem 1); this is one level. The same product is computed in three ways:
 
 - in training, :func:`scaled_toeplitz_matmul`: one autograd function, which works in place, in chunks of rows and ranks,
   and keeps for its backward pass the spectra that it has computed;
-- its derivatives if those are differentiated again, :func:`_gradients`, and along tangents, :func:`_tangent`: the
-  same formulas by operations that are differentiable themselves;
-- under compilers and ``vmap``, :func:`plain_product`, by such operations too;
-- for weights that do not change, :class:`ScaledToeplitzSpectra`, from prepared spectra: for many rows an autograd
-  function in x alone;
-- and for few rows, if M is square, :class:`~.fourier.HalfLengthProduct`, by complex transforms of half the length.
+- for weights that do not change, under compilers and ``vmap``, and for derivatives of derivatives,
+  :class:`ScaledToeplitzSpectra`, by operations that are differentiable themselves;
+- and for few rows of weights that do not change, if M is square, :class:`~.fourier.HalfLengthProduct`, by complex
+  transforms of half the length.
 """
 
 from __future__ import annotations
@@ -62,11 +60,6 @@ class Similarity(NamedTuple):
         scale = F.pad(path.exp() * s.detach().sign().cumprod(-1), (1, 0), value=1.0)
         last = scale[..., -1] * torch.exp(-trend)
         return Similarity(scale, corner * last, last, trend)
-
-    def tangent(self, subdiagonal: Tensor, of_subdiagonal: Tensor, of_corner: Tensor) -> tuple[Tensor, Tensor]:
-        """The derivatives of D and f along tangents of s and the corner of A."""
-        relative = F.pad((of_subdiagonal / subdiagonal.double()).cumsum(-1), (1, 0))
-        return self.scale * relative, of_corner * self.corner_derivative + self.corner * relative[..., -1]
 
     def gradient(self, subdiagonal: Tensor, of_scale: Tensor, of_corner: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of s and the corner of A, given those of D and f."""
@@ -157,6 +150,8 @@ def transformed_length(spectra: Tensor) -> int:
 # Numbers that one batch of transforms works on at most: of more, ranks and then rows are taken in parts. On a CPU, as
 # many as stay in its cache from one operation to the next, but at least so many rows: each part is planned anew.
 _CHUNK, _CHUNK_ON_CPU, _LEAST_ROWS_ON_CPU = 1 << 19, 1 << 17, 16
+# The same of prepared products, which take all ranks at once.
+_CHUNK_OF_PREPARED = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -197,23 +192,23 @@ class ScaledToeplitzSpectra:
 
     def matmul(self, x: Tensor) -> Tensor:
         """x Mᵀ, (..., m) for x (..., n), in the dtype of x; computed in that of M."""
-        return by_rows(self._multiply, x, self.in_scale.dtype).to(x.dtype)
+        return by_rows(self.multiply, x, self.in_scale.dtype).to(x.dtype)
 
-    def _multiply(self, rows: Tensor) -> Tensor:
-        if self.half_length is not None and rows.shape[0] * self.left.shape[0] <= cost_model.ROWS_OF_HALF_LENGTH:
+    def multiply(self, rows: Tensor) -> Tensor:
+        """x Mᵀ, (B, m) for x (B, n) in the dtype of M, by operations that are differentiable themselves."""
+        ranks = self.left.shape[0]
+        if self.half_length is not None and rows.shape[0] * ranks <= cost_model.ROWS_OF_HALF_LENGTH:
             return self.half_length.matmul(rows)
-        return _InputProduct.apply(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
+        size = max(1, _CHUNK_OF_PREPARED // (ranks * transformed_length(self.left)))
+        return torch.cat([self._multiply_chunk(chunk) for chunk in rows.split(size)])
 
-
-def plain_product(
-    x: Tensor, in_scale: Tensor, right: Tensor, middle: Tensor, left: Tensor, out_scale: Tensor
-) -> Tensor:
-    """x Mᵀ by the parts of :class:`ScaledToeplitzSpectra`, by operations that are differentiable themselves."""
-    (m,), (p,) = out_scale.shape, middle.shape
-    in_length, out_length = transformed_length(right), transformed_length(left)
-    between = torch.fft.irfft(torch.fft.rfft(x * in_scale, n=in_length) * right[:, None], n=in_length)
-    spectra = torch.fft.rfft(between[..., :p] * middle, n=out_length) * left[:, None]
-    return torch.fft.irfft(_sum_of_ranks(spectra), n=out_length)[..., :m] * out_scale
+    def _multiply_chunk(self, x: Tensor) -> Tensor:
+        (m,), (p,) = self.out_scale.shape, self.middle.shape
+        in_length, out_length = transformed_length(self.right), transformed_length(self.left)
+        of_inputs = torch.fft.rfft(x * self.in_scale, n=in_length)
+        between = torch.fft.irfft(of_inputs * self.right[:, None], n=in_length)
+        spectra = torch.fft.rfft(between[..., :p] * self.middle, n=out_length) * self.left[:, None]
+        return torch.fft.irfft(_sum_of_ranks(spectra), n=out_length)[..., :m] * self.out_scale
 
 
 def product_in_place(
@@ -226,10 +221,11 @@ def product_in_place(
     ranks: int,
     saved: list[Tensor] | None = None,
 ) -> Tensor:
-    """:func:`plain_product` but for the last scale, in as little fresh memory as can be.
+    """x Mᵀ but for the last scale, in as little fresh memory as can be.
 
     Args:
-        x, in_scale, right, left: as there.
+        x: (B, n).
+        in_scale, right, left: as of :class:`ScaledToeplitzSpectra`.
         middle: ρ, by :func:`filled_up_middle`.
         m: the outputs.
         ranks: how many are taken at once.
@@ -285,42 +281,6 @@ def keep_freed_memory() -> None:
     memory was a quarter of the time of a step (n = 4096, 64 rows). Elsewhere this does nothing. Once in a process.
     """
     torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
-
-
-class _InputProduct(torch.autograd.Function):
-    """:func:`plain_product` by :func:`product_in_place`, differentiable in x alone."""
-
-    @staticmethod
-    def forward(x: Tensor, in_scale: Tensor, right: Tensor, middle: Tensor, left: Tensor, out_scale: Tensor) -> Tensor:
-        keep_freed_memory()
-        y = x.new_empty(x.shape[0], out_scale.shape[0])
-        size, ranks = chunk_sizes(x, left, right)
-        to_middle = filled_up_middle(middle, left, right)
-        for rows, y_rows in zip(x.split(size), y.split(size), strict=True):
-            product = product_in_place(rows, in_scale, right, to_middle, left, y.shape[1], ranks)
-            torch.mul(product, out_scale, out=y_rows)
-        return y
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[Tensor, int]:
-        return torch.func.vmap(plain_product, in_dims)(*inputs), 0
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
-        in_scale, right, middle, left, out_scale = ctx.saved_tensors
-        # The transpose of M has the same structure, with the sides exchanged.
-        product = _InputProduct.apply if has_values(u) else plain_product  # for several gradients at once
-        dx = product(u, out_scale, torch.conj_physical(left), middle, torch.conj_physical(right), in_scale)
-        return dx, *(None,) * 5
-
-    @staticmethod
-    def jvp(ctx: Any, dx: Tensor, *_: Any) -> Tensor:
-        return _InputProduct.apply(dx, *ctx.saved_tensors)
 
 
 def _sum_of_ranks(spectra: Tensor) -> Tensor:
@@ -421,7 +381,7 @@ class _TrainingProduct(torch.autograd.Function):
         # To be differentiated again, for which what was kept has no graph; or under vmap, where nothing is kept; or for
         # several gradients at once (is_grads_batched).
         if torch.is_grad_enabled() or ctx.small is None or not has_values(u):
-            return _gradients(inputs, u)
+            return torch.func.vjp(_plain_product, *inputs)[1](u)
         x, small = inputs[0], ctx.small
         dx = torch.empty_like(x)
         size, ranks = chunk_sizes(x, small.left, small.right)
@@ -450,61 +410,16 @@ class _TrainingProduct(torch.autograd.Function):
             torch.zeros_like(tensor) if tangent is None else tangent
             for tensor, tangent in zip(ctx.saved_tensors[:7], tangents, strict=True)
         ]
-        return _tangent(ctx.saved_tensors[:7], moved), *(None,) * (ctx.outputs - 1)
+        inputs = ctx.saved_tensors[:7]
+        # Not by jvp, which cannot be nested: the derivative of u -> Jᵀu is J v.
+        u = inputs[0].new_zeros(inputs[0].shape[0], inputs[1].shape[0])
+        transposed = torch.func.vjp(lambda u: torch.func.vjp(_plain_product, *inputs)[1](u), u)[1]
+        return transposed(tuple(moved))[0], *(None,) * (ctx.outputs - 1)
 
 
-def _plain_product(*inputs: Tensor) -> Tensor:
+def _plain_product(x: Tensor, *parameters: Tensor) -> Tensor:
     """:func:`scaled_toeplitz_matmul` by operations that are differentiable themselves."""
-    parts = ScaledToeplitzSpectra.of(*inputs[1:])
-    return plain_product(inputs[0], parts.in_scale, parts.right, parts.middle, parts.left, parts.out_scale)
-
-
-def _tangent(inputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:
-    """The derivative of the product along tangents of all inputs; differentiable itself."""
-    x, dx = inputs[0], tangents[0]
-    sides, moved = [], []
-    for parameters, along in zip(by_side(inputs[1:]), by_side(tangents[1:]), strict=True):
-        side = GeneratorSpectra.of(*parameters)
-        dscale, dcorner = (t.to(x.dtype) for t in side.similarity.tangent(parameters[1], *along[1:]))
-        dg = (along[0].mT - side.generators * dscale[:, None]) / side.scale[:, None]
-        dspectra = torch.fft.rfft(extended(dg, side.corner * dg + dcorner[:, None, None] * side.generators))
-        sides.append(side)
-        moved.append((dscale, dspectra))
-    a, b, middle = sides[0].scale[0], sides[-1].scale[-1], middle_scale(sides)
-    (da, dleft), (db, dright) = ([tensor[k] for tensor in moved[k]] for k in (0, -1))
-    left, dleft = sides[0].spectra[0, :, None], dleft[:, None]
-    right, dright = sides[-1].spectra[-1, :, None].conj(), dright[:, None].conj()
-    in_length, out_length = transformed_length(right), transformed_length(left)
-    of_inputs, dof_inputs = torch.fft.rfft(x * b, n=in_length), torch.fft.rfft(dx * b + x * db, n=in_length)
-    spectra = _through_the_middle(of_inputs * right, middle, in_length, out_length)
-    dspectra = _through_the_middle(dof_inputs * right + of_inputs * dright, middle, in_length, out_length)
-    y, dy = (
-        torch.fft.irfft(product.sum(0), n=out_length)[..., : a.shape[0]]
-        for product in (spectra * left, dspectra * left + spectra * dleft)
-    )
-    return dy * a + y * da
-
-
-def _through_the_middle(spectra: Tensor, middle: Tensor, length: int, next_length: int) -> Tensor:
-    """The spectra after the multiplication by ρ, (p,), given those before it, of vectors of these lengths."""
-    return torch.fft.rfft(torch.fft.irfft(spectra, n=length)[..., : middle.shape[0]] * middle, n=next_length)
-
-
-def _gradients(inputs: Sequence[Tensor], u: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of all inputs, given the gradient u of the product; differentiable themselves."""
-    x = inputs[0]
-    sides = [GeneratorSpectra.of(*side) for side in by_side(inputs[1:])]
-    a, b, middle = sides[0].scale[0], sides[-1].scale[-1], middle_scale(sides)
-    left, right = sides[0].spectra[0, :, None], sides[-1].spectra[-1, :, None]
-    in_length, out_length = transformed_length(right), transformed_length(left)
-    of_inputs, of_cotangents = torch.fft.rfft(x * b, n=in_length), torch.fft.rfft(u * a, n=out_length)
-    spectra = _through_the_middle(of_inputs * right.conj(), middle, in_length, out_length)
-    backs = _through_the_middle(of_cotangents * left.conj(), middle, out_length, in_length)
-    product = torch.fft.irfft((spectra * left).sum(0), n=out_length)[..., : a.shape[0]]
-    back = torch.fft.irfft((backs * right).sum(0), n=in_length)[..., : b.shape[0]]
-    of_spectra = (spectra.conj() * of_cotangents).sum(1), (backs.conj() * of_inputs).sum(1)
-    of_scales = (u * product).sum(0), (x * back).sum(0)
-    return back * b, *_parameter_gradients(sides, of_spectra, of_scales)
+    return ScaledToeplitzSpectra.of(*parameters).multiply(x)
 
 
 def _parameter_gradients(

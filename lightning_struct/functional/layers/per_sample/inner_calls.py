@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
 from lightning_struct.functional.layers.calls import LayerCall, SampleCount, tensors_in
@@ -102,19 +100,22 @@ def calls_linear(layer: nn.Module) -> bool:
     return kind is not None and kind.base is nn.MultiheadAttention and has_plain_parameters(layer, kind)
 
 
-class ParameterUse(ABC):
-    """One use of parameters of an attention layer.
+class ParameterUse:
+    """One product of an attention layer with a weight, to which a bias may be added.
+
+    Args:
+        call: with ``inputs`` (L, N, in) or, time first, (L·N, in).
+        parameters: those of the layer, by name.
+        sequences: N; None if the layer read one sequence without a batch dimension.
 
     Attributes:
         parameters: those that were used, or whose parts were used, by their names below the layer.
     """
 
-    parameters: dict[str, nn.Parameter]
+    def __init__(self, call: LinearCall, parameters: Mapping[str, nn.Parameter], sequences: int | None) -> None:
+        self._sequences, self._inputs, self._rows = sequences, call.inputs.detach(), rows_used(call, parameters)
+        self.parameters = {name: parameters[name] for name in self._rows}
 
-    def __init__(self, sequences: int | None) -> None:
-        self._sequences = sequences
-
-    @abstractmethod
     def contributions(self, cotangent: Tensor, samples: SampleCount) -> dict[str, Contribution]:
         """Each sample's share of the gradients that the use gives its parameters.
 
@@ -125,30 +126,12 @@ class ParameterUse(ABC):
         Raises:
             Uncovered: the number of sequences is none that n may have; there is no dimension of sequences.
         """
-
-    def _by_sample(self, tensor: Tensor, samples: SampleCount) -> Tensor:
-        """(n, positions, features) of (L, N, features) or, time first, (L·N, features)."""
         if self._sequences is None:
             raise Uncovered("it read one sequence without a batch dimension")
-        return by_sample(tensor.reshape(-1, self._sequences, tensor.shape[-1]).transpose(0, 1), samples)
-
-
-class Projection(ParameterUse):
-    """A product with a weight, to which a bias may be added.
-
-    Args:
-        call: with ``inputs`` (L, N, in) or, time first, (L·N, in).
-        parameters: those of the layer, by name.
-        sequences: N; None if the layer read one sequence without a batch dimension.
-    """
-
-    def __init__(self, call: LinearCall, parameters: Mapping[str, nn.Parameter], sequences: int | None) -> None:
-        super().__init__(sequences)
-        self._inputs, self._rows = call.inputs.detach(), rows_used(call, parameters)
-        self.parameters = {name: parameters[name] for name in self._rows}
-
-    def contributions(self, cotangent: Tensor, samples: SampleCount) -> dict[str, Contribution]:
-        inputs, delta = (self._by_sample(tensor, samples) for tensor in (self._inputs, cotangent))
+        inputs, delta = (
+            by_sample(tensor.reshape(-1, self._sequences, tensor.shape[-1]).transpose(0, 1), samples)
+            for tensor in (self._inputs, cotangent)
+        )
         shares: dict[str, Contribution] = {}
         for name, parameter in self.parameters.items():
             rows = self._rows[name]
@@ -163,58 +146,23 @@ class Projection(ParameterUse):
         return shares
 
 
-class AddedRow(ParameterUse):
-    """``bias_k`` or ``bias_v``, copied behind the keys or values of every sequence: (1, N, features)."""
+def parameter_uses(call: LayerCall, recorded: Sequence[LinearCall]) -> list[tuple[Tensor, ParameterUse]]:
+    """All products that one call of an attention layer made with its trainable parameters, after their results.
 
-    def __init__(self, name: str, parameter: nn.Parameter, sequences: int | None) -> None:
-        super().__init__(sequences)
-        self.parameters = {name: parameter}
-
-    def contributions(self, cotangent: Tensor, samples: SampleCount) -> dict[str, Contribution]:
-        (name,) = self.parameters
-        return {name: Dense(at_least_float32(self._by_sample(cotangent, samples)).sum(1)[:, None, None])}
-
-
-def parameter_uses(call: LayerCall, recorded: Sequence[LinearCall]) -> list[tuple[Tensor | GradientEdge, ParameterUse]]:
-    """All uses that one call of an attention layer made of its trainable parameters.
+    Not among them is the use of ``bias_k`` and ``bias_v`` (``add_bias_kv``), which are no part of a product.
 
     Args:
         call: of the layer.
         recorded: the calls of ``linear`` in it.
-
-    Returns:
-        With each use its result, or the edge of the graph at which the gradient of the result arrives.
     """
     query = call.argument(0, "query")
     sequences = query.shape[0 if call.layer.batch_first else 1] if query.ndim == 3 else None
     parameters = {name: p for name, p in owned_parameters(call.layer).items() if p.requires_grad}
-    uses: list[tuple[Tensor | GradientEdge, ParameterUse]] = []
-    for made in recorded:
-        if made.outputs.requires_grad and parameters:
-            uses.append((made.outputs, Projection(made, parameters, sequences)))
-    for name in ("bias_k", "bias_v"):
-        if recorded and (parameter := parameters.get(name)) is not None:
-            node = _node_that_reads(parameter, recorded)
-            if node is not None:
-                uses.append((GradientEdge(node, 0), AddedRow(name, parameter, sequences)))
-    return uses
-
-
-def _node_that_reads(parameter: nn.Parameter, recorded: Sequence[LinearCall]) -> Any:
-    """The node of the graph between the projections that a parameter goes into; None if there is none."""
-    *projections, last = recorded
-    ends = {made.outputs.grad_fn for made in projections}
-    waiting, seen = [last.inputs.grad_fn], set(ends)
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for child, _ in node.next_functions:
-            if getattr(child, "variable", None) is parameter:
-                return node
-            waiting.append(child)
-    return None
+    return [
+        (made.outputs, ParameterUse(made, parameters, sequences))
+        for made in recorded
+        if made.outputs.requires_grad and parameters
+    ]
 
 
 def rows_used(call: LinearCall, parameters: Mapping[str, nn.Parameter]) -> dict[str, slice]:

@@ -31,9 +31,6 @@ from lightning_struct.functional.torch_tools import current_backward
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# A result, or the edge of the graph at which its cotangent arrives.
-Result: TypeAlias = "Tensor | GradientEdge"
-
 
 @dataclass(eq=False)
 class RecordedCall:
@@ -104,7 +101,7 @@ def watch(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wa
     return _StateBefore(*tensors_in((args, kwargs))) if draws_random_numbers(layer) else None
 
 
-def recorded_calls(call: LayerCall, watched: Watched | None) -> Iterator[tuple[RecordedCall, Sequence[Result]]]:
+def recorded_calls(call: LayerCall, watched: Watched | None) -> Iterator[tuple[RecordedCall, Sequence[Tensor]]]:
     """The calls, or uses of parameters, of which one call of a layer consists, with their results.
 
     The records are cut off from the graph, which would otherwise live as long as they.
@@ -140,11 +137,9 @@ def _recorded(call: LayerCall, state: RandomState | None) -> RecordedCall:
     return recorded
 
 
-def edge_of(result: Result) -> GradientEdge | None:
+def edge_of(result: Tensor) -> GradientEdge | None:
     """The edge of the graph at which the cotangent of a result arrives; None if there will be none."""
-    if isinstance(result, Tensor):
-        return get_gradient_edge(result) if result.requires_grad and not result.is_leaf else None
-    return result
+    return get_gradient_edge(result) if result.requires_grad and not result.is_leaf else None
 
 
 def _detached(value: Any, *, copy: bool = False) -> Any:

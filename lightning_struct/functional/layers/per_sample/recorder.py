@@ -27,7 +27,6 @@ from lightning_struct.functional.layers.per_sample.contributions import (
 from lightning_struct.functional.layers.per_sample.layer_contributions import CannotRunAgain, has_rule
 from lightning_struct.functional.layers.per_sample.recorded_calls import (
     RecordedCall,
-    Result,
     edge_of,
     is_watched,
     recorded_calls,
@@ -420,7 +419,7 @@ class GradientNormRecorder(CallRecorder):
             if made.parameters:
                 self._expect(made, results)
 
-    def _expect(self, call: RecordedCall, results: Sequence[Result]) -> None:
+    def _expect(self, call: RecordedCall, results: Sequence[Tensor]) -> None:
         """Await the cotangents of the results of a call."""
         edges = [edge_of(result) for result in results]
         differentiable = [i for i, edge in enumerate(edges) if edge is not None]
@@ -445,7 +444,7 @@ class GradientNormRecorder(CallRecorder):
                 every[i] = cotangent
             self._arrive(call, every)
 
-        register_multi_grad_hook([result for i in differentiable if isinstance(result := results[i], Tensor)], arrive)
+        register_multi_grad_hook([results[i] for i in differentiable], arrive)
 
     def _arrive_at_node(self, call: RecordedCall, output: int, cotangents: Sequence[Tensor | None]) -> None:
         if cotangents[output] is not None:

@@ -100,9 +100,9 @@ def test_parameters_may_lie_behind_each_other_in_one_storage():
     torch.testing.assert_close(of_recorder(model, inputs), of_autograd(model, inputs), rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("name", ["in_proj_weight", "in_proj_bias", "out_proj.weight", "bias_k"])
+@pytest.mark.parametrize("name", ["in_proj_weight", "in_proj_bias", "out_proj.weight"])
 def test_frozen_parameters_do_not_count(name):
-    model, inputs = Attention("xkv", add_bias_kv=True), tensors()
+    model, inputs = Attention("xkv"), tensors()
     model.layer.get_parameter(name).requires_grad_(False)
     torch.testing.assert_close(of_recorder(model, inputs), of_autograd(model, inputs), rtol=1e-10, atol=0)
 
@@ -116,24 +116,27 @@ def test_parameters_that_are_unfrozen_while_they_are_watched_count():
     torch.testing.assert_close(norms.squared_norms, of_autograd(model, inputs), rtol=1e-10, atol=0)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("reads", ["xxx", "xkv"])
-@pytest.mark.parametrize(
-    "options", [{"add_bias_kv": True}, {"add_zero_attn": True}, {"add_bias_kv": True, "bias": False}]
-)
-def test_rows_behind_keys_and_values_are_measured_too(options, reads, need_weights):
-    model, inputs = Attention(reads, **options), tensors()
+def test_rows_of_zeros_behind_keys_and_values_count_nothing(reads, need_weights):
+    model, inputs = Attention(reads, add_zero_attn=True), tensors()
     model.need_weights = need_weights
     torch.testing.assert_close(of_recorder(model, inputs), of_autograd(model, inputs), rtol=1e-10, atol=0)
 
 
+def test_learned_rows_behind_keys_and_values_are_not_covered():
+    model = Attention(add_bias_kv=True)
+    with GradientNormRecorder(model, uncovered="skip") as recorder:
+        model(**tensors()).sum().backward()
+    assert recorder.uncovered.keys() == {"layer.bias_k", "layer.bias_v"} and len(recorder.results()) == 4
+
+
 def test_dropout_needs_no_second_run():
-    model, inputs = Attention(dropout=0.5, add_bias_kv=True), tensors()
+    model, inputs = Attention(dropout=0.5), tensors()
     with GradientNormRecorder(model, check=True) as recorder:
         model(**inputs).sum().backward()
         recorder.verify()
-    assert recorder.uncovered == {} and len(recorder.results()) == 6
+    assert recorder.uncovered == {} and len(recorder.results()) == 4
 
 
 def test_a_layer_that_is_called_twice_has_its_cross_terms():
@@ -146,7 +149,7 @@ def test_a_layer_that_is_called_twice_has_its_cross_terms():
 
 
 def test_several_sequences_may_be_one_sample():
-    model, inputs = Attention(batch_first=True, add_bias_kv=True), tensors()
+    model, inputs = Attention(batch_first=True), tensors()
     inputs = {name: torch.cat([tensor, tensor[:1]]) for name, tensor in inputs.items()}
     with GradientNormRecorder(model, samples=3) as recorder:
         model(**inputs).sum().backward()

@@ -12,16 +12,13 @@ from lightning_struct.utilities.checks import check, is_number
 from lightning_struct.utilities.lightning_internals import names_of_optimizers
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
-# Names under which optimizers keep the one that they wrap: Lookahead, SAM, ZeroRedundancyOptimizer and others.
-_WRAPPED = ("optimizer", "base_optimizer", "optim", "_optimizer")
-
 
 class LevenbergMarquardtDamping(Callback):
     """Adapts the damping λ of an optimizer by ρ, the true reduction of the loss over the predicted one (section 4.2).
 
     After each step it sets the ``damping`` by :meth:`decide`, in the first process for all. It does so for every
     optimizer that has a ``damping``, and either a ``reduction_ratio`` or a ``report`` with one, such as
-    :class:`~lightning_struct.optim.SHF`, also inside a wrapper. :meth:`decide` gets the damping of the step:
+    :class:`~lightning_struct.optim.SHF`. :meth:`decide` gets the damping of the step:
     ``report.damping``, or that of the optimizer before the step. Changes by the optimizer's own rule, such as SHF's
     ``drop``, do not count. The damping is part of the optimizer's state, so the callback has none; a run that is
     resumed without the callback continues by the optimizer's own rule.
@@ -128,13 +125,5 @@ class LevenbergMarquardtDamping(Callback):
 
 
 def _damped(trainer: L.Trainer) -> list[Any]:
-    found = (_unwrapped(optimizer) for optimizer in trainer.optimizers)
-    return [optimizer for optimizer in found if optimizer is not None]
-
-
-def _unwrapped(optimizer: Any) -> Any | None:
-    """The optimizer with a damping: this one, or one that it wraps; None if there is none."""
-    if hasattr(optimizer, "damping") and (hasattr(optimizer, "report") or hasattr(optimizer, "reduction_ratio")):
-        return optimizer
-    inner = (getattr(optimizer, name, None) for name in _WRAPPED)
-    return next((found for each in inner if each is not None and (found := _unwrapped(each)) is not None), None)
+    reporting = [each for each in trainer.optimizers if hasattr(each, "report") or hasattr(each, "reduction_ratio")]
+    return [optimizer for optimizer in reporting if hasattr(optimizer, "damping")]

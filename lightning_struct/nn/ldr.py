@@ -256,10 +256,6 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         state_dict.pop(prefix + "choice", None)  # up to version 0.3 the layer remembered its methods
-        for name in ("corner_a", "corner_b"):  # up to version 0.2 they were scalars
-            corner = state_dict.get(prefix + name)
-            if isinstance(corner, Tensor) and corner.ndim == 0:
-                state_dict[prefix + name] = corner.reshape(1)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 

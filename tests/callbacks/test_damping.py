@@ -34,18 +34,6 @@ class RetryingSGD(DampedSGD):
         self.report.damping = 100.0
 
 
-class WrappedSGD(torch.optim.Optimizer):
-    """Leaves its steps to an optimizer inside."""
-
-    def __init__(self, name, inner):
-        super().__init__(inner.param_groups, {})
-        self.inner = name
-        setattr(self, name, inner)
-
-    def step(self, closure=None):
-        return getattr(self, self.inner).step(closure)
-
-
 class ScriptedNetwork(Network):
     def __init__(self, ratios, make=DampedSGD):
         super().__init__()
@@ -56,7 +44,7 @@ class ScriptedNetwork(Network):
 
     def configure_optimizers(self):
         optimizer = self.make(self.parameters(), self.ratios)
-        self.damped = getattr(optimizer, optimizer.inner) if isinstance(optimizer, WrappedSGD) else optimizer
+        self.damped = optimizer
         return optimizer
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -148,14 +136,6 @@ def test_a_run_resumed_without_it_goes_on_by_the_rule_of_the_optimizer(tmp_path)
     second = make_trainer(tmp_path, max_epochs=2)
     second.fit(SHFNetwork(damping=LevenbergMarquardt(1.0, drop=0.5)), draw_loader(), ckpt_path=tmp_path / "first.ckpt")
     assert second.optimizers[0].drop == 0.5
-
-
-@pytest.mark.parametrize("name", ["optimizer", "_optimizer"])
-def test_an_optimizer_may_be_wrapped(tmp_path, name):
-    def wrapped(parameters, ratios):
-        return WrappedSGD(name, DampedSGD(parameters, ratios))
-
-    assert dampings(tmp_path, [0.8, 0.2], make=wrapped) == [4.0, 8.0]
 
 
 class Alternating(Network):

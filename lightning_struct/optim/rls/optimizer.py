@@ -308,11 +308,7 @@ class RLS(OptimizerWithAuxiliary):
             raise ValueError(
                 "the state is of an RLS with an auxiliary optimizer, and this one has none, or the reverse"
             )
-        options = [dict(group) for group in self.param_groups]
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "auxiliary"})
-        for group, before in zip(self.param_groups, options, strict=True):
-            for name, value in before.items():  # weight_decay came after version 0.2
-                group.setdefault(name, value)
         if self.auxiliary is not None:
             self.auxiliary.load_state_dict(state_dict["auxiliary"])
         self._share_groups()

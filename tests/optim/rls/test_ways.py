@@ -140,24 +140,15 @@ def forgotten(module, optimizer):
     optimizer.zero_grad()
 
 
-def saved_and_loaded(module, optimizer, make, change=lambda state: None):
+def saved_and_loaded(module, optimizer, make):
     file = io.BytesIO()
-    state = copy.deepcopy(optimizer.state_dict())
-    change(state)
-    torch.save({"module": module.state_dict(), "optimizer": state}, file)
+    torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict()}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     other, resumed = make()
     other.load_state_dict(saved["module"])
     resumed.load_state_dict(saved["optimizer"])
     return other, resumed
-
-
-def of_version_0_2(state):
-    """Its groups had no weight decay."""
-    for group in state["param_groups"]:
-        if "ratio" in group:
-            del group["weight_decay"]
 
 
 @dataclass(frozen=True)
@@ -170,7 +161,6 @@ class Way:
 
 WAYS = {
     "saved and loaded": Way(between=saved_and_loaded),
-    "saved by version 0.2": Way(between=partial(saved_and_loaded, change=of_version_0_2)),
     "pickled": Way(between=lambda module, optimizer, make: pickle.loads(pickle.dumps((module, optimizer)))),
     "copied": Way(between=lambda module, optimizer, make: copy.deepcopy((module, optimizer))),
     "checkpointed": Way(wrap=partial(Checkpointed, use_reentrant=False)),

@@ -52,7 +52,11 @@ def plot_solution(
         >>> [panel.get_title() for panel in axes]
         ['u', 'u - solution']
     """
-    points = _slice(equation)
+    low, high = equation.domain.low, equation.domain.high
+    axes_of_points = [
+        torch.linspace(*ends, _RESOLUTION, dtype=torch.float64) for ends in zip(low[:2], high[:2], strict=True)
+    ]
+    points = torch.cartesian_prod(*axes_of_points, *((low + high) / 2)[2:, None]).reshape(-1, len(low))
     values = network(points).detach().cpu()
     pictures = _by_function("u", values)
     if equation.is_solved:
@@ -62,7 +66,10 @@ def plot_solution(
         panel.set_title(title + _place_of(equation))
         _draw_field(panel, equation, points.numpy(), numbers.double().numpy())
     if records:
-        _draw_convergence(axes[-1], records)
+        measure = next((name for name in _MEASURES if name in records[-1]), "val_loss")
+        draw_curve(axes[-1], records, "step", measure)
+        axes[-1].set(yscale="log", xlabel="step", title=_MEASURES[measure])
+        axes[-1].grid(alpha=0.25, which="both")
     return figure, axes
 
 
@@ -130,13 +137,6 @@ def _by_function(title: str, values: Tensor) -> dict[str, Tensor]:
     return {title.replace("u", f"u[{i}]", 1): column for i, column in enumerate(values.unbind(1))}
 
 
-def _slice(equation: DifferentialEquation) -> Tensor:
-    """Points along the first two coordinates, or the only one, the others in the middle: (n, d), float64."""
-    low, high = equation.domain.low, equation.domain.high
-    axes = [torch.linspace(*ends, _RESOLUTION, dtype=torch.float64) for ends in zip(low[:2], high[:2], strict=True)]
-    return torch.cartesian_prod(*axes, *((low + high) / 2)[2:, None]).reshape(-1, len(low))
-
-
 def _place_of(equation: DifferentialEquation) -> str:
     """The place of the plane that is drawn, for a title."""
     others = equation.coordinates[2:]
@@ -157,10 +157,3 @@ def _draw_field(panel: Axes, equation: DifferentialEquation, points: np.ndarray,
     largest = float(np.abs(values).max()) or 1.0
     mesh = panel.pcolormesh(x, y, z, cmap="RdBu_r", vmin=-largest, vmax=largest, rasterized=True)
     panel.figure.colorbar(mesh, ax=panel)
-
-
-def _draw_convergence(panel: Axes, records: Sequence[dict[str, float]]) -> None:
-    measure = next((name for name in _MEASURES if name in records[-1]), "val_loss")
-    draw_curve(panel, records, "step", measure)
-    panel.set(yscale="log", xlabel="step", title=_MEASURES[measure])
-    panel.grid(alpha=0.25, which="both")

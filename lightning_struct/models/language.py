@@ -155,7 +155,10 @@ class LanguageModel(Task):
 
     def on_train_start(self) -> None:
         if self._random_states is not None:
-            _set_random_state(self._random_states[self.trainer.global_rank], self.device)
+            state, size = self._random_states[self.trainer.global_rank], torch.get_rng_state().numel()
+            torch.set_rng_state(state[:size])
+            if self.device.type == "cuda" and state.numel() > size:
+                torch.cuda.set_rng_state(state[size:], self.device)
             self._random_states = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -237,13 +240,6 @@ def _random_state(device: torch.device) -> Tensor:
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     return torch.cat(states)
-
-
-def _set_random_state(state: Tensor, device: torch.device) -> None:
-    size = torch.get_rng_state().numel()
-    torch.set_rng_state(state[:size])
-    if device.type == "cuda" and state.numel() > size:
-        torch.cuda.set_rng_state(state[size:], device)
 
 
 class RecurrentNetwork(nn.Module):

@@ -109,7 +109,7 @@ def partial_derivatives(
 
 def _along(function: Callable[[Tensor], Tensor], points: Tensor, coordinate: int, order: int) -> tuple[Tensor, ...]:
     """The derivatives of orders 1 to ``order`` along a coordinate."""
-    along = _unit(points, coordinate)
+    along = torch.zeros_like(points).index_fill(1, torch.tensor([coordinate], device=points.device), 1.0)
     if order == 1:
         return (jvp(function, (points,), (along,))[1],)
     lower, slopes = jvp(lambda x: _along(function, x, coordinate, order - 1), (points,), (along,))[:2]
@@ -279,8 +279,3 @@ def _check_coordinates(points: Tensor, **given: Sequence[int]) -> None:
             raise TypeError(f"{name}={coordinates} must be a list of coordinates: {name}=[{coordinates}]")
         if unknown := [coordinate for coordinate in coordinates if not -d <= coordinate < d]:
             raise ValueError(f"{name}={list(coordinates)} names coordinate {unknown[0]} of points ({len(points)}, {d})")
-
-
-def _unit(points: Tensor, coordinate: int) -> Tensor:
-    """The unit vector along a coordinate, at each of the points."""
-    return torch.zeros_like(points).index_fill(1, torch.tensor([coordinate], device=points.device), 1.0)

@@ -19,7 +19,7 @@ from torch.func import vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_struct.functional.checks import checked
-from lightning_struct.functional.jacobian.layer_chain import LayerChain, record_layer_chain
+from lightning_struct.functional.jacobian.layer_chain import record_layer_chain
 from lightning_struct.functional.jacobian.layer_derivatives import layer_derivatives
 from lightning_struct.functional.jacobian.linearization import Linearization, Parameters
 from lightning_struct.functional.layers.calls import rows_of_arguments, tensors_in
@@ -119,15 +119,14 @@ class DoubleBackward(Linearization):
                     except RuntimeError:  # of a layer without a batching rule
                         self._is_mapped = False
                 if gradients is None:  # one sample at a time
-                    singles = zip(*[self._vjp_of_sample(u, i) for i in range(count)[rows]], strict=True)
-                    gradients = {name: torch.stack(g) for name, g in zip(point, singles, strict=True)}
+                    singles = []
+                    for row in (slice(i, i + 1) for i in range(count)[rows]):
+                        with torch.enable_grad():
+                            outputs = self._call(self._point, *rows_of_arguments(self._args, row, count))
+                        own = list(self._point.values())
+                        singles.append(torch.autograd.grad(outputs, own, u[row], materialize_grads=True))
+                    gradients = {name: torch.stack(g) for name, *g in zip(point, *singles, strict=True)}
             yield gradients
-
-    def _vjp_of_sample(self, u: Tensor, i: int) -> tuple[Tensor, ...]:
-        row = slice(i, i + 1)
-        with torch.enable_grad():
-            outputs = self._call(self._point, *rows_of_arguments(self._args, row, len(u)))
-        return torch.autograd.grad(outputs, list(self._point.values()), u[row], materialize_grads=True)
 
 
 def written(vector: dict[str, Tensor], out: Parameters | None) -> dict[str, Tensor]:
@@ -205,23 +204,18 @@ def linearize(
     if chunk_size is not None:
         return _Chunked(function, params, args, backend, chunk_size)
     if backend in (None, "layer_rules"):
-        chain = _layer_chain(function, params, args)
-        if chain is not None:
-            return chain
+        if isinstance(function, nn.Module):
+            # a chain draws no random numbers; after a failed trial the generators are set back
+            with restored_random_state(random_state(*args)):
+                chain = record_layer_chain(function, params, args)
+            if chain is not None:
+                return chain
         if backend == "layer_rules":
             raise ValueError(
                 "backend='layer_rules' needs a module that is a chain of Linear, elementwise and reshaping layers, "
                 "called on one tensor; leave backend out for another module"
             )
     return DoubleBackward(function, params, args)
-
-
-def _layer_chain(function: Function, params: Parameters, args: tuple[Any, ...]) -> LayerChain | None:
-    """The chain, if it is one. A chain draws no random numbers; after a failed trial the generators are set back."""
-    if not isinstance(function, nn.Module):
-        return None
-    with restored_random_state(random_state(*args)):
-        return record_layer_chain(function, params, args)
 
 
 class _Chunked(Linearization):

@@ -274,19 +274,15 @@ def _check(*tensors: Tensor) -> None:
 
 
 def _as_circles(*parameters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The arguments of :func:`stein_matrix`: each operator is a circle, its corner and then its subdiagonal."""
+    """The arguments of :func:`stein_matrix`: each operator is a circle, its corner and then its subdiagonal.
+
+    If powers of A and B differ much, they are those of A/c and c B, of the same M, with entries of one size. Else
+    powers of A would overflow where those of B vanish, and M be NaN, whose entries are products of both.
+    """
     a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H = parameters
     a, b = torch.cat([a_corner[None], a_subdiagonal]), torch.cat([b_corner[None], b_subdiagonal])
-    share = _balance(a, b)
-    return a / share, b * share, G, H
-
-
-def _balance(a: Tensor, b: Tensor) -> Tensor:
-    """c, by which A/c and c B, of the same M, have entries of one size; 1 if powers of A and B differ little anyway.
-
-    Without it, powers of A overflow where those of B vanish, and M would be NaN, whose entries are products of both.
-    """
     of_a, of_b = (tensor.detach().abs().log().median() for tensor in (a, b))
     nats = 0.5 * (of_a - of_b)
     is_far = nats.isfinite() & (nats.abs() * max(len(a), len(b)) > _NATS_OF_POWERS)
-    return torch.where(is_far, nats, 0.0).exp()
+    c = torch.where(is_far, nats, 0.0).exp()
+    return a / c, b * c, G, H

@@ -198,7 +198,9 @@ class KrylovTree:
     def of(weights: Tensor, generators: Tensor, columns: int) -> KrylovTree:
         """The tree of A with corner ``weights[0]`` and subdiagonal ``weights[1:]``, (n,), and of g (r, n); p <= n."""
         rank, size = generators.shape
-        blocks = _block_sizes(size)
+        blocks = [min(_LEAF, size)]  # the rows of a block of each level
+        while size > _MOST_BLOCKS * blocks[-1]:
+            blocks.append(_BRANCHES * blocks[-1])
         above, below = (-(-count // blocks[-1]) * blocks[-1] for count in (columns, size))
         line = torch.arange(-above, below, device=weights.device) % size
         weights, generators = weights[line], generators[:, line]
@@ -239,14 +241,6 @@ class KrylovTree:
             first, second = (half.unflatten(1, (self.rank, -1)).flatten(2) for half in segments.split(block, -1))
             result = result + _fit(F.pad(first, (0, block)) + F.pad(second, (block, 0)), self.columns)
         return result
-
-
-def _block_sizes(size: int) -> list[int]:
-    """The rows of a block of each level, from the smallest on."""
-    blocks = [min(_LEAF, size)]
-    while size > _MOST_BLOCKS * blocks[-1]:
-        blocks.append(_BRANCHES * blocks[-1])
-    return blocks
 
 
 def _fit(t: Tensor, length: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_struct.optim import CG, LSMR, SHF, Kronecker, LevenbergMarquardt, memory
-from lightning_struct.optim.shf.outputs.preconditioner import Factors, KroneckerFactors
+from lightning_struct.optim.shf.outputs.preconditioner import KroneckerFactors
 from tests.cases import CASES, Case, First, mlp, shared_layer_mlp, trainable
 from tests.optim.helpers import RecordingLoss, dense_direction, dense_model, gaussian
 from tests.optim.shf.test_shf import batch, network, take, weights
@@ -401,22 +401,3 @@ def test_too_little_memory_is_an_error_that_names_the_largest(monkeypatch: pytes
 def test_only_kronecker_factors_have_a_summary() -> None:
     with pytest.raises(ValueError, match="only preconditioner='kronecker' has a summary, not 'diagonal'"):
         make(network(), preconditioner="diagonal").summary()
-
-
-def test_a_step_whose_factors_do_not_fit_continues_with_those_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer, other = SHF(network(), "mse"), SHF(network(), "mse")
-    take(optimizer, batch())
-    before = optimizer.state["shf"]["factors"]
-
-    def too_much(*args: Any) -> Factors:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(KroneckerFactors, "measure", too_much)
-    for trained, factors in ((optimizer, before), (other, None)):
-        with pytest.warns(UserWarning, match="factors of this batch need more memory than there is"):
-            report = take(trained, batch(seed=2))
-        assert report.loss_after < report.loss_before
-        assert trained.state["shf"]["factors"] is factors
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            take(trained, batch(seed=3))

@@ -18,13 +18,13 @@ from lightning_struct.functional.curvature.kronecker import (
     unchecked_diagonal_root,
     unchecked_kronecker_root,
 )
-from lightning_struct.functional.layers.kinds import LayerKind
 from lightning_struct.functional.layers.per_sample.contributions import Contribution
 from lightning_struct.functional.layers.per_sample.layer_contributions import has_rule
 from lightning_struct.functional.layers.registry import called_layers, kind_of, owned_parameters
 
 # The layers that use a parameter, with its name below each of them.
 Users: TypeAlias = frozenset[tuple[nn.Module, str]]
+_TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +255,8 @@ def _uses_of(trained: set[nn.Parameter], module: nn.Module) -> dict[nn.Parameter
         own = {name: p for name, p in owned_parameters(layer).items() if p in trained}
         kind = kind_of(layer) if has_rule(layer) else None
         factored: set[str] = set()
-        for matrix in () if kind is None or _is_transposed_convolution(kind) else kind.matrices(layer):
+        # contributions of transposed convolutions have the inputs in the place of the cotangents, and no factors
+        for matrix in () if kind is None or kind.base in _TRANSPOSED_CONVOLUTIONS else kind.matrices(layer):
             weight, bias = own.get(matrix.weight), own.get(matrix.bias or "")
             whole = matrix.bias_rows == slice(None)
             if weight is not None:
@@ -273,11 +274,6 @@ def _uses_of(trained: set[nn.Parameter], module: nn.Module) -> dict[nn.Parameter
             for name in own.keys() - factored:
                 uses[own[name]].others.add((layer, name))
     return uses
-
-
-def _is_transposed_convolution(kind: LayerKind) -> bool:
-    """Its contributions have the inputs in the place of the cotangents, and no factors."""
-    return kind.base in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def _joined_biases(uses: Mapping[nn.Parameter, _Uses]) -> dict[nn.Parameter, nn.Parameter]:

@@ -255,12 +255,6 @@ class KroneckerFactors:
         new = self.measure(model, seed)
         return self._with(new if old is None else averaged(old, new, self.settings.decay), damping)
 
-    def of_last_step(self, model: BatchModel, memory: Memory) -> StepPreconditioner:
-        """The preconditioner from the averages of before; none if there are none."""
-        if memory.factors is None:
-            return StepPreconditioner(lambda _: None)
-        return self._with(self.taken_over(memory.factors, model.gradient), memory.factor_damping)
-
     def _with(self, factors: Factors, factor_damping: float) -> StepPreconditioner:
         return StepPreconditioner(partial(self._at, factors, factor_damping), factors, factor_damping)
 

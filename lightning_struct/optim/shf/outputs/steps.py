@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.collective import gather_numbers, rank, world_size
-from lightning_struct.functional.checks import first_line, warn
+from lightning_struct.collective import gather_numbers, rank
+from lightning_struct.functional.checks import warn
 from lightning_struct.functional.jacobian.losses import GaussNewtonLoss
 from lightning_struct.functional.layers.calls import rows_of_arguments
 from lightning_struct.functional.randomness import normal_numbers
@@ -190,17 +190,7 @@ class OutputSteps(Steps):
         if self.kronecker is None:
             return preconditioner_of_step(self.settings.preconditioner, model, now.seed("signs"))
         with now.timed("precondition"):
-            try:
-                return self.kronecker.of_step(model, now.memory, now.damping, now.seed("signs"))
-            except torch.OutOfMemoryError as error:
-                if world_size() > 1:  # the others wait for this one's share of the factors
-                    raise
-                self.diagnostics.once(
-                    "factors",
-                    "SHF: the Kronecker factors of this batch need more memory than there is; the step uses "
-                    f"those of the last one, if there are any. Lower Kronecker(max_size=...) ({first_line(error)})",
-                )
-                return self.kronecker.of_last_step(model, now.memory)
+            return self.kronecker.of_step(model, now.memory, now.damping, now.seed("signs"))
 
     def search(self, now: StepState, model: BatchModel, solver: StepPreconditioner) -> Update:
         """Solve the model and search along the direction, anew from zero with larger damping if that fails."""

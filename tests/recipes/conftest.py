@@ -1,4 +1,5 @@
 import io
+import logging
 import sys
 import warnings
 from contextlib import redirect_stdout
@@ -19,11 +20,11 @@ def empty_file(_, path, **__):
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a run left: its command line, what that printed and warned of, and the directory its paths begin at."""
+    """What a run left: its command line, what that printed, logged and warned of, and the directory of its paths."""
 
     cli: RecipeCLI
     printed: str
-    warned: list[str]
+    said: list[str]
     directory: Path
 
 
@@ -33,14 +34,18 @@ def finish(tmp_path_factory):
 
     def run(main, arguments, directory=None):
         directory, printed = directory or tmp_path_factory.mktemp("run"), io.StringIO()
+        said, logged = [], logging.Handler()
+        logged.emit = lambda record: said.append(record.getMessage())
         recorded = warnings.catch_warnings(record=True)
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed), recorded as warned:
             warnings.simplefilter("always")
             patch.chdir(directory)
             patch.setattr("matplotlib.figure.Figure.savefig", empty_file)
             patch.setattr(sys, "argv", ["recipe"])
+            patch.setattr(logging.getLogger("lightning.pytorch"), "handlers", [logged])
             cli = main(arguments)
-            return FinishedRun(cli, printed.getvalue(), [str(warning.message) for warning in warned], directory)
+            said += [str(warning.message) for warning in warned]
+            return FinishedRun(cli, printed.getvalue(), said, directory)
 
     return run
 

@@ -17,11 +17,14 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from torch import nn
 
 from lightning_struct.__main__ import main as lightning_struct_command
 from lightning_struct.functional.checks import NotFinite
-from lightning_struct.models import Classifier, RLSClassifier
-from lightning_struct.recipes import curves_autoencoder, mnist_fnn
+from lightning_struct.models import Classifier
+from lightning_struct.nn import LowRank
+from lightning_struct.recipes import mnist_fnn
+from lightning_struct.recipes.checkpoints import check_checkpoint, config_of_checkpoint
 from lightning_struct.recipes.messages import ELSEWHERE, run_command
 
 SMALL_DATA = ("--data.synthetic=true", "--data.train_size=40", "--data.val_size=20", "--data.test_size=30")
@@ -34,9 +37,9 @@ def ending(command):
     return exit.value.code
 
 
-def message_of(*arguments, recipe=mnist_fnn):
+def message_of(*arguments):
     """The one message with which a fit ends."""
-    code = ending(lambda: recipe.main(["fit", *arguments]))
+    code = ending(lambda: mnist_fnn.main(["fit", *arguments]))
     assert len(code.splitlines()) == 1
     return code
 
@@ -81,13 +84,28 @@ def test_modules_in_the_working_directory_are_found(monkeypatch):
     run_command(lambda: import_module("project_of_a_user"))
 
 
-@pytest.mark.parametrize("error", [KeyError("a defect"), FileNotFoundError(errno.ENOENT, "a defect")])
+@pytest.mark.parametrize("error", [KeyError(), ValueError(), FileNotFoundError(errno.ENOENT, "a defect")])
 def test_other_errors_keep_their_traceback(error):
     def broken():
         raise error
 
     with pytest.raises(type(error)):
         run_command(broken)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (lambda: L.Trainer(strategy="foo", accelerator="cpu"), "You selected an invalid strategy name"),
+        (lambda: nn.Linear(100, 10)(torch.ones(20, 784)), r"The network does not fit .*\(20x784 and 100x10\)"),
+        (
+            lambda: LowRank(64, 5, rank=1)(torch.ones(20, 784)),
+            r"The network does not fit the data: LowRank takes inputs \(..., 64\), but the input has shape \(20, 784\)",
+        ),
+    ],
+)
+def test_what_trainer_and_layers_say_of_their_arguments_is_one_message(command, message):
+    assert re.match(f"error: {message}", ending(command))
 
 
 @pytest.mark.parametrize(
@@ -140,59 +158,19 @@ def test_missing_checkpoint_is_one_error_before_anything_is_written():
     assert not Path("results").exists()
 
 
-def test_truncated_checkpoint_is_one_error():
-    torch.save({"state_dict": {"weight": torch.zeros(100)}}, "some.ckpt")
-    Path("some.ckpt").write_bytes(Path("some.ckpt").read_bytes()[:300])
-    with pytest.raises(MisconfigurationException, match="some.ckpt is no complete checkpoint"):
-        mnist_fnn.main(["test", "--data.synthetic=true", "--ckpt_path", "some.ckpt"])
-
-
 KEPT = pytest.mark.skipif(
     version("jsonargparse").startswith("4.40."), reason="its errors do not keep what a class has said"
 )
-NO_RANK = ["--model.network=lightning_struct.models.single_hidden_layer", "--model.network.pixels=64"]
-FEW = ["--trainer.max_epochs=1", "--trainer.limit_test_batches=0"]
-MODELS = "--model=tests.recipes.test_errors."
-CASES = [  # those of the default config, which trains by RLS, then those of a small network
+CASES = [
     pytest.param(["--model.network.layer_sizes=[784]"], "layer_sizes must name the pixels, the classes", marks=KEPT),
-    (["--trainer.callbacks=TrainingCurves", "--trainer.callbacks.every_n_steps=0"], "every_n_steps must be at"),
     (["--trainer.logger=tests.recipes.test_errors.LoggerOfAnotherPackage"], "No module named 'another_package'"),
-    (["--model.optimizer.ratio=-1"], "ratio must be > 0, got -1"),
-    (["--model=Classifier", "--model.optimizer=lightning_struct.RLS"], "This model gives its optimizer the parameters"),
-]
-SMALL_CASES = [
-    ([f"{MODELS}Diverged"], "Training batch 0 of epoch 0: RLS step 1: NaN or infinity in the gradient of network"),
-    (
-        ["--model.optimizer=SGD", "--model.optimizer.lr=1e38"],
-        r"train_loss is \S+ in batch \d of .*lower the learning rate",
-    ),
-    (["--trainer.strategy=foo"], "You selected an invalid strategy name: `strategy='foo'`"),
-    (
-        [*FEW, "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=nothing"],
-        "Early stopping conditioned on metric `nothing` which is not available",
-    ),
-    (["--model.network.layer_sizes=[100,10]"], r"The network does not fit the data: .*\(20x784 and 100x10\)"),
-    (
-        [*NO_RANK, "--model.network.layer=lightning_struct.LowRank", "--model.network.layer.rank=1"],
-        r"The network does not fit the data: LowRank takes inputs \(..., 64\), but the input has shape \(20, 784\)",
-    ),
-    ([f"{MODELS}Misled"], "optimizer got an empty parameter list$"),
+    (["--model=tests.recipes.test_errors.Misled"], "optimizer got an empty parameter list"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "message"), CASES)
 def test_what_classes_say_of_their_arguments_is_one_message(arguments, message):
     assert message_of(*SMALL_DATA, *arguments).startswith(f"error: {message}")
-
-
-@pytest.mark.parametrize(("arguments", "message"), SMALL_CASES)
-def test_what_a_run_says_of_its_arguments_is_one_message(arguments, message, conf):
-    assert re.match(f"error: {message}", message_of("--config", conf("classifier"), *arguments))
-
-
-def test_images_of_another_size_are_one_message(conf):
-    message = message_of("--config", conf("adam"), "--model.layer_sizes=[100,20]", recipe=curves_autoencoder)
-    assert message == "error: The images have 784 pixels, but layer_sizes begins with 100: begin it with 784"
 
 
 def test_missing_data_is_one_message_and_no_traceback(tmp_path, monkeypatch):
@@ -203,13 +181,6 @@ def test_missing_data_is_one_message_and_no_traceback(tmp_path, monkeypatch):
     assert end.value.code.startswith(f"error: MNIST is not in {tmp_path}/nowhere")  # printed; the status is 1
 
 
-class Diverged(RLSClassifier):
-    """A classifier whose loss is NaN."""
-
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * torch.nan
-
-
 class Misled(Classifier):
     """A classifier whose optimizer gets nothing that it could train."""
 
@@ -217,31 +188,30 @@ class Misled(Classifier):
         return torch.optim.SGD([])
 
 
-def test_a_defect_in_a_step_keeps_its_traceback(monkeypatch, conf):
-    monkeypatch.setattr(Classifier, "training_step", lambda *_: int("a defect"))
-    with pytest.raises(ValueError, match="a defect"):
-        run_command(lambda: mnist_fnn.main(["fit", "--config", conf("classifier")]))
+def test_files_that_are_no_checkpoints_are_one_error():
+    torch.save({"state_dict": {"weight": torch.zeros(100)}}, "some.ckpt")
+    Path("some.ckpt").write_bytes(Path("some.ckpt").read_bytes()[:300])
+    with pytest.raises(MisconfigurationException, match="some.ckpt is no complete checkpoint"):
+        check_checkpoint("some.ckpt", "mnist_fnn")
+    with zipfile.ZipFile("some.zip", "w") as archive:
+        archive.writestr("some.txt", "some text")
+    with pytest.raises(MisconfigurationException, match="some.zip is no checkpoint: name another file"):
+        config_of_checkpoint("some.zip", "mnist_fnn")
+
+
+def test_best_and_last_checkpoint_of_another_process_are_not_known():
+    newest = Path("results/mnist_fnn/version_0/checkpoints/some.ckpt")
+    newest.parent.mkdir(parents=True)
+    newest.touch()
+    with pytest.raises(MisconfigurationException, match=f"There is no checkpoint best. The newest here is {newest}"):
+        check_checkpoint("best", "mnist_fnn")
+    with pytest.raises(MisconfigurationException, match=f"There is no checkpoint last. The newest here is {newest}"):
+        mnist_fnn.main(["test", *SMALL_DATA, "--ckpt_path", "last"])
 
 
 class LoggerOfAnotherPackage(CSVLogger):
     def __init__(self):
         import another_package  # noqa: F401
-
-
-def test_archive_of_something_else_is_one_error():
-    with zipfile.ZipFile("some.zip", "w") as archive:
-        archive.writestr("some.txt", "some text")
-    with pytest.raises(MisconfigurationException, match="some.zip is no checkpoint: name another file"):
-        mnist_fnn.main(["test", "--data.synthetic=true", "--ckpt_path", "some.zip"])
-
-
-@pytest.mark.parametrize("word", ["best", "last"])
-def test_best_and_last_checkpoint_of_another_process_are_not_known(word):
-    newest = Path("results/mnist_fnn/version_0/checkpoints/some.ckpt")
-    newest.parent.mkdir(parents=True)
-    newest.touch()
-    with pytest.raises(MisconfigurationException, match=f"There is no checkpoint {word}. The newest here is {newest}"):
-        mnist_fnn.main(["test", "--data.synthetic=true", "--ckpt_path", word])
 
 
 def test_results_that_are_a_file_are_one_message(conf):
@@ -256,14 +226,11 @@ def test_missing_extra_is_one_message_that_names_it(monkeypatch):
 
 
 class Interruption(L.Callback):
-    """Sends this process a signal in the second epoch."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+    """Sends this process SIGINT in the second epoch."""
 
     def on_train_batch_start(self, trainer, *_):
         if trainer.current_epoch == 1:
-            os.kill(os.getpid(), self.number)
+            os.kill(os.getpid(), signal.SIGINT)
 
     def on_exception(self, trainer, pl_module, exception):
         vars(trainer.strategy)["broadcast"] = lambda _: pytest.fail("the other processes may be gone")
@@ -279,13 +246,12 @@ def interruptible():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_interrupted_run_keeps_its_curves_and_says_how_to_resume(number, status, conf, capsys):
-    arguments = ["--trainer.callbacks+=tests.recipes.test_errors.Interruption", f"--trainer.callbacks.number={number}"]
-    code = ending(lambda: mnist_fnn.main(["fit", "--config", conf("classifier"), *arguments]))
+def test_interrupted_run_keeps_its_curves_and_says_how_to_resume(conf, capsys):
+    callback = "--trainer.callbacks+=tests.recipes.test_errors.Interruption"
+    code = ending(lambda: mnist_fnn.main(["fit", "--config", conf("classifier"), callback]))
     run = Path("results/mnist_fnn/version_0")
     resume = f"python -m lightning_struct.recipes.mnist_fnn fit --ckpt_path {run}/checkpoints/last.ckpt"
-    assert code == status and resume in capsys.readouterr().err
+    assert code == 130 and resume in capsys.readouterr().err
     assert {"metrics.csv", "training_curves.png"} <= {path.name for path in run.iterdir()}
 
 

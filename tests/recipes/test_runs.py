@@ -1,6 +1,7 @@
 """One run for each recipe and its resumption from within, read by many tests."""
 
 import csv
+import re
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +22,7 @@ KEEP_ALL = [  # a mode of its own: Lightning tells the states of checkpoint call
     "--trainer.callbacks.filename={epoch}",
 ]
 FILES = {"checkpoints", "config.yaml", "metrics.csv", "training_curves.csv", "training_curves.png"}
+NOISE = ("Tip:", "LeafSpec", "smaller than the logging interval", "dirpath has changed", "many workers")
 PARTS = {"train": "training", "val": "validation", "test": "test"}
 
 
@@ -31,6 +33,7 @@ class Runs:
     recipe: str
     whole: RecipeCLI
     printed: str
+    said: list[str]
     resumed: RecipeCLI
     directory: Path
 
@@ -50,7 +53,7 @@ def runs(request, finish):
     whole = finish(main, ["fit", *arguments, "--trainer.max_epochs=2", "--trainer.log_every_n_steps=1"])
     first = f"results/{recipe}/version_0/checkpoints/epoch=0.ckpt"
     resumed = finish(main, ["fit", "--ckpt_path", first, "--trainer.limit_test_batches=0"], whole.directory)
-    return Runs(recipe, whole.cli, whole.printed, resumed.cli, whole.directory)
+    return Runs(recipe, whole.cli, whole.printed, whole.said + resumed.said, resumed.cli, whole.directory)
 
 
 pytestmark = pytest.mark.slow
@@ -73,6 +76,7 @@ def test_results_are_in_one_folder_and_their_paths_are_printed(runs):
         f"picture          {folder}/training_curves.png",
     ]
     assert all(line in runs.printed for line in shown) and (runs.directory / best).is_file()
+    assert not [message for message in runs.said if any(noise in message for noise in NOISE)]
 
 
 def test_the_fit_ends_with_the_errors_of_the_best_checkpoint_of_which_those_of_the_test_are_logged(runs):
@@ -103,9 +107,12 @@ def test_the_errors_are_those_of_all_samples(runs):
     if not isinstance(model, Autoencoder | Classifier):
         pytest.skip("the models of the other recipes are tested by themselves")
     with torch.no_grad():
-        for part in PARTS:
-            found = expected_errors(model, getattr(data.splits, part).tensors)
-            assert runs.row(part) == pytest.approx(found, rel=6e-3, abs=6e-3)
+        found = {part: expected_errors(model, getattr(data.splits, part).tensors) for part in PARTS}
+    for part, errors in found.items():
+        assert runs.row(part) == pytest.approx(errors, rel=6e-3, abs=6e-3)
+    gaps = [float(gap) for gap in re.findall(r"^generalization gap (\S+)%", runs.printed, re.MULTILINE)]
+    structured = RECIPES[runs.recipe].results.gap is not None
+    assert gaps == ([pytest.approx(found["train"][1] - found["test"][1], abs=0.01)] if structured else [])
 
 
 def test_the_resumed_run_has_the_config_and_ends_where_the_uninterrupted_one_ends(runs):

@@ -1,17 +1,24 @@
 """Every recipe in every shipped way of training it, on little data, and what the papers say of each."""
 
 from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import ClassVar
 
+import lightning as L
 import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_struct import data
+from lightning_struct.data import Box, DifferentialEquation, Faces
 from lightning_struct.models import RLSClassifier
 from lightning_struct.models.structured import LayerOfSizes
-from lightning_struct.optim import RLS, LowRankP
-from lightning_struct.recipes.catalogue import config_directory, config_names, default_config
-from tests.recipes.little import EQUATIONS, RUNS, SMALL, check_paper, run
+from lightning_struct.optim import LowRankP
+from lightning_struct.recipes.catalogue import RECIPES, config_directory, config_names, default_config
+from tests.recipes.little import EQUATIONS, SMALL, check_paper, run
 
 AUTOENCODERS, CLASSIFIERS = ("curves_autoencoder", "mnist_autoencoder", "usps_autoencoder"), ("mnist_fnn", "cifar_cnn")
 WAYS = {
@@ -52,33 +59,28 @@ PARAMETERS = {
 LAYERS = {"structured_image": ("hidden", "output"), "structured_conv": ("first", "hidden")}
 
 
-# Besides those of RUNS, which train for longer; the others differ from a way that trains as the next two tests say.
-TRAINED = {
-    "curves_autoencoder": ("demo", "adam", "hf", "kronecker"),
-    "mnist_autoencoder": ("kronecker",),
-    "usps_autoencoder": ("kronecker",),
-    "mnist_fnn": ("adam", "kronecker", "rls", "rls_momentum_l1"),
-    "cifar_cnn": ("kronecker",),
-    "imdb_lstm": ("adam", "hrls", "plain_rnn", "rls_momentum_l1"),
-    "structured_image": ("lenet_unstructured",),
-    "structured_conv": ("ldr_sd_channels",),
-    "poisson_pinn": ("adam", "five_dimensions", "lbfgs"),
-    "heat_pinn": ("shf",),
-    "burgers_pinn": ("adam",),
-    "kdv_pinn": ("shf",),
-    "allen_cahn_pinn": ("adam",),
-}
+# Besides those of RUNS, which train for longer; the others differ from a way that trains as the next tests say.
+TRAINED = [
+    *(("usps_autoencoder", "hf"), ("mnist_fnn", "rls_momentum_l1"), ("cifar_cnn", "kronecker")),
+    *(("imdb_lstm", "plain_rnn"), ("structured_conv", "ldr_sd_channels"), ("poisson_pinn", "lbfgs")),
+    *(("heat_pinn", "shf"), ("kdv_pinn", "adam")),
+]
+EVERY = [(name, way) for name in RECIPES for way in config_names(name)]
 # Ways of other data that are those of a recipe: with numbers of their own, or the same ones.
 ALIKE = {
     **dict.fromkeys(AUTOENCODERS[1:], ("curves_autoencoder", {"shf", "adam", "hf"}, "other numbers")),
     "cifar_cnn": ("mnist_fnn", {"rls", "adam", "hrls", "rls_momentum_l1"}, "the same numbers"),
+    "allen_cahn_pinn": ("kdv_pinn", {"adam", "shf"}, "other numbers"),
 }
 
 
-@pytest.mark.parametrize(("name", "way"), [(name, way) for name, ways in TRAINED.items() for way in ways])
+OF_DATA = ("network", "data_dir", "equation")
+
+
+@pytest.mark.parametrize(("name", "way"), TRAINED)
 def test_shipped_way_of_training_runs(name, way):
     cli = run(name, "fit", "--config", way, *SMALL.get(name, []), "--trainer.fast_dev_run=2")
-    assert cli.trainer.global_step == 2
+    assert cli.trainer.global_step == 2 and not Path("results").exists()
     check_paper(cli, name, way)
 
 
@@ -87,19 +89,42 @@ def contents(name, way):
 
 
 def comparable(value, numbers):
-    """A config without its network and the folder of its data, and perhaps without numbers."""
+    """A config without what its data decide, and perhaps without numbers."""
     if isinstance(value, dict):
-        return {key: comparable(item, numbers) for key, item in value.items() if key not in ("network", "data_dir")}
+        return {key: comparable(item, numbers) for key, item in value.items() if key not in OF_DATA}
     if isinstance(value, list):
         return [comparable(item, numbers) for item in value if isinstance(item, dict)]
     return value if isinstance(value, str) or numbers == "the same numbers" else None
 
 
+def check_arguments(value):
+    """Refuse arguments that the class or function of a config does not take."""
+    if isinstance(value, dict):
+        if "class_path" in value:
+            home, _, name = value["class_path"].rpartition(".")
+            made_by = getattr(import_module(home), name)
+            signature(made_by).bind_partial(**value.get("init_args", {}))
+        for item in value.values():
+            check_arguments(item)
+    elif isinstance(value, list):
+        for item in value:
+            check_arguments(item)
+
+
+@pytest.mark.parametrize(("name", "way"), EVERY)
+def test_classes_of_a_config_take_its_arguments(name, way):
+    config = contents(name, way)
+    check_arguments(config)
+    assert config["model"]["class_path"].endswith(RECIPES[name].model_class)
+    signature(L.Trainer).bind_partial(**config["trainer"])
+    if "class_path" not in config["data"]:
+        signature(getattr(data, RECIPES[name].data_class)).bind_partial(**config["data"])
+
+
 @pytest.mark.parametrize("name", ALIKE)
 def test_ways_with_other_data_are_alike_in_all_else(name):
     other, ways, numbers = ALIKE[name]
-    trained = {RUNS[name], *TRAINED[name]}
-    assert ways | trained == {*config_names(name)}
+    assert ways == {*config_names(name)} - {"kronecker", "demo"}
     for way in ways:
         assert comparable(contents(name, way), numbers) == comparable(contents(other, way), numbers)
 
@@ -137,27 +162,24 @@ def test_autoencoders_are_those_of_table_1(name):
     assert model["class_path"].endswith("SHFAutoencoder")
 
 
-def test_without_a_config_rls_trains_the_network_of_the_paper():
-    cli = run("mnist_fnn", "fit", "--trainer.fast_dev_run=1")
-    assert isinstance(cli.model, RLSClassifier) and isinstance(cli.trainer.optimizers[0], RLS)
-    assert sum(p.numel() for p in cli.model.parameters()) == 407_050
-    network = run("imdb_lstm", "fit", "--trainer.max_epochs=0").model.network.recurrent
+def test_networks_of_rls_are_those_of_the_paper():
+    assert default_config("mnist_fnn").stem == default_config("imdb_lstm").stem == "rls"
+    assert count(configured("mnist_fnn", "rls", "network")) == 407_050
+    network = configured("imdb_lstm", "rls", "network").recurrent
     assert isinstance(network, torch.nn.LSTM) and (network.hidden_size, network.num_layers) == (512, 2)
 
 
-@pytest.mark.parametrize(
-    ("given", "form"),
-    [(["=low_rank"], "low_rank"), (["=lightning_struct.optim.LowRankP", ".rank=3"], LowRankP(rank=3))],
-)
-def test_the_form_of_p_is_a_name_or_a_value_on_the_command_line(given, form):
-    chosen = [f"--model.optimizer.form{argument}" for argument in given]
-    cli = run("mnist_fnn", "fit", "--config", "rls", *SMALL["mnist_fnn"], *chosen, "--trainer.fast_dev_run=1")
-    assert cli.trainer.optimizers[0].settings.form == form
+def test_the_form_of_p_is_a_value_on_the_command_line_and_the_default_is_that_of_the_paper():
+    chosen = ["--model.optimizer.form=lightning_struct.optim.LowRankP", "--model.optimizer.form.rank=3"]
+    cli = run("mnist_fnn", "fit", *SMALL["mnist_fnn"], *chosen, "--trainer.fast_dev_run=1")
+    assert isinstance(cli.model, RLSClassifier) and cli.trainer.optimizers[0].settings.form == LowRankP(rank=3)
+    check_paper(cli, "mnist_fnn", "rls")
 
 
 def test_hybrid_leaves_the_output_layer_alone_to_adam():
     network = "--model.network.layer_sizes=[784,8,6,10]"
     cli = run("mnist_fnn", "fit", "--config", "hrls", network, "--trainer.fast_dev_run=1")
+    check_paper(cli, "mnist_fnn", "hrls")
     hidden, output = cli.trainer.optimizers[0].param_groups
     names = {p: n for n, p in cli.model.named_parameters()}
     assert [names[p] for p in output["params"]] == ["network.output.weight", "network.output.bias"]
@@ -188,6 +210,41 @@ def test_structured_layers_have_the_parameters_of_the_paper(name, way):
     assert found == PARAMETERS[name][way]
 
 
+class Unsolved(DifferentialEquation):
+    """An equation of a user, whose solution is not known."""
+
+    domain = Box([0.0], [1.0])
+    regions: ClassVar = {"interior": domain, "boundary": Faces(domain)}
+    coordinates = ("x",)
+
+    def residual(self, block, u, points):
+        return u(points) - 1
+
+
+def test_fit_of_an_equation_without_a_known_solution_reports_the_loss(capsys):
+    run("poisson_pinn", "fit", "--config", "adam", f"--data.equation={__name__}.Unsolved", "--trainer.max_epochs=1")
+    printed = capsys.readouterr().out
+    assert "Σ ½ mean r²" in printed and "relative L² error" not in printed and "best checkpoint" in printed
+
+
+def test_other_networks_ranks_and_data_are_options():
+    few = ["--data.train_size=40", "--data.val_size=7", "--data.test_size=10"]  # --data=CLASS begins anew
+    grey = ["--data=CIFAR10DataModule", "--data.grey=true", *few]
+    network = [f"--model.network{option}" for option in ("=lightning_struct.models.lenet", ".size=32", ".layer.rank=3")]
+    options = [*grey, *network, "--model.network.layer.bias=true", "--model.optimizer.lr=0.0005"]
+    cli = run("structured_image", "fit", "--config", "low_rank", *options, "--trainer.fast_dev_run=1")
+    hidden = cli.model.network.hidden
+    assert isinstance(cli.model.network[2], torch.nn.Conv2d) and hidden.rank == 3 and hidden.bias is not None
+    assert hidden.in_features == 1024 and cli.trainer.optimizers[0].param_groups[0]["lr"] == 0.0005
+
+
+def test_network_that_is_to_be_pruned_must_be_named():
+    with pytest.raises(
+        (MisconfigurationException, ValueError), match=r"FILE cannot be read.*--model\.network\.checkpoint"
+    ):
+        run("structured_image", "fit", "--config", "pruned", "--trainer.fast_dev_run=1")
+
+
 @pytest.mark.slow
 def test_two_processes_end_where_one_process_ends(tmp_path):
     arguments = ["--config", "shf", *SMALL["usps_autoencoder"], "--trainer.precision=64-true", "--trainer.max_epochs=1"]
@@ -198,9 +255,3 @@ def test_two_processes_end_where_one_process_ends(tmp_path):
         run("usps_autoencoder", "fit", *arguments, f"--trainer.default_root_dir={directory}", *processes)
         weights.append(torch.load(next(directory.rglob("*.ckpt")))["state_dict"])
     assert all(torch.allclose(weights[0][key], weights[1][key], rtol=0, atol=1e-9) for key in weights[0])
-
-
-@pytest.mark.parametrize("name", ["structured_image", "wikitext_lstm"])
-def test_missing_files_are_one_error_that_names_the_remedies(name, tmp_path):
-    with pytest.raises(Exception, match="Remedies:(.|\n)*--data.synthetic=true"):
-        import_module(f"lightning_struct.recipes.{name}").main(["fit", f"--data.data_dir={tmp_path}"])

@@ -14,10 +14,5 @@ def no_network(monkeypatch):
 
 
 @pytest.fixture
-def no_torchvision(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-
-
-@pytest.fixture
 def no_torchtext(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchtext", None)

@@ -11,37 +11,11 @@ def generator():
 
 
 def test_box_is_filled_evenly(generator):
+    assert (Box([-1.0, 0.5], [1.0, 0.5]).sample(10, generator)[:, 1] == 0.5).all()
     points = Box([-1.0, 0.0], [1.0, 4.0]).sample(20_000, generator)
     assert points.dtype == torch.float64
     quarters = torch.histogramdd(points, bins=[2, 2], range=[-1.0, 1.0, 0.0, 4.0]).hist / len(points)
     torch.testing.assert_close(quarters, torch.full((2, 2), 0.25, dtype=torch.float64), atol=0.02, rtol=0)
-
-
-def test_coordinate_that_the_corners_share_is_that_of_all_points(generator):
-    assert (Box([-1.0, 0.5], [1.0, 0.5]).sample(10, generator)[:, 1] == 0.5).all()
-
-
-def test_faces_are_drawn_from_by_their_areas(generator):
-    points = Faces(Box([0.0, 0.0], [1.0, 3.0])).sample(8_000, generator)  # two faces of length 3, two of length 1
-    at_ends = [
-        (points[:, 0] == 0).sum(),
-        (points[:, 0] == 1).sum(),
-        (points[:, 1] == 0).sum(),
-        (points[:, 1] == 3).sum(),
-    ]
-    shares = torch.stack(at_ends) / len(points)
-    torch.testing.assert_close(shares, torch.tensor([3.0, 3.0, 1.0, 1.0]) / 8, atol=0.02, rtol=0)
-
-
-def test_only_the_faces_that_are_asked_for(generator):
-    points = Faces(Box([0.0, 0.0], [1.0, 1.0]), coordinates=[0]).sample(50, generator)
-    assert set(points[:, 0].tolist()) == {0.0, 1.0} and points[:, 1].unique().numel() == 50
-
-
-def test_same_generator_gives_the_same_points():
-    for region in (Box([0.0, 0.0], [1.0, 2.0]), Faces(Box([0.0, 0.0], [1.0, 2.0]))):
-        first, second = (region.sample(9, torch.Generator().manual_seed(3)) for _ in range(2))
-        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize(
@@ -51,32 +25,6 @@ def test_grid_has_equal_numbers_along_all_coordinates(dimension, count, points):
     grid = Box([0.0] * dimension, [1.0] * dimension).grid(count)
     assert grid.shape == (points, dimension) and grid.unique(dim=0).shape == grid.shape
     assert grid.amin() == 0 and grid.amax() == 1
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "message"),
-    [
-        ([0.0], [1.0, 1.0], "for each coordinate"),
-        ([], [], "for each coordinate"),
-        ([2.0], [1.0], "for each coordinate"),
-        ([float("nan")], [1.0], "for each coordinate"),
-        ([0.0], [float("inf")], "finite"),
-    ],
-)
-def test_corners_that_make_no_box(low, high, message):
-    with pytest.raises(MisconfigurationException, match=message):
-        Box(low, high)
-
-
-def test_grid_needs_a_point_for_each_corner():
-    with pytest.raises(MisconfigurationException, match="8 corners"):
-        Box([0.0] * 3, [1.0] * 3).grid(7)
-
-
-@pytest.mark.parametrize("coordinates", [[], [2], [-1]])
-def test_coordinates_that_have_no_faces(coordinates):
-    with pytest.raises(MisconfigurationException, match="0 to 1"):
-        Faces(Box([0.0, 0.0], [1.0, 1.0]), coordinates)
 
 
 @pytest.mark.parametrize(
@@ -107,18 +55,11 @@ def test_rounded_shares_are_right_on_average():
     # a short face has one point for sure, the others share the rest
     torch.testing.assert_close(shares, torch.tensor([1.5, 1.5, 1, 1]).double() / 5, atol=0.03, rtol=0)
     assert 0.2 < (points[::5, 0] == 0).double().mean() < 0.4  # in random order
-
-
-def test_fewer_points_than_faces_are_on_different_faces():
-    for seed in range(5):
-        points = Faces(Box([0.0] * 20, [1e-3] * 20)).sample(30, torch.Generator().manual_seed(seed))
-        assert ((points == 0) | (points == 1e-3)).sum(dim=1).eq(1).all()
-        assert torch.cat([points == 0, points == 1e-3], dim=1).sum(dim=0).max() == 1
-
-
-def test_faces_without_area_are_refused():
-    with pytest.raises(MisconfigurationException, match=r"coordinates \[0\] have no area"):
-        Faces(Box([0.0, 0.0], [1.0, 0.0]), coordinates=[0])
+    chosen = Faces(Box([0.0, 0.0], [1.0, 1.0]), coordinates=[0]).sample(50, torch.Generator())
+    assert set(chosen[:, 0].tolist()) == {0.0, 1.0} and chosen[:, 1].unique().numel() == 50
+    few = Faces(Box([0.0] * 20, [1e-3] * 20)).sample(30, torch.Generator())  # fewer points than faces
+    at_ends = torch.cat([few == 0, few == 1e-3], dim=1)
+    assert at_ends.sum(dim=1).eq(1).all() and at_ends.sum(dim=0).max() == 1
 
 
 def drawn(region, count=2000):
@@ -168,6 +109,12 @@ def test_rows_of_a_table_are_neither_multiplied_nor_drawn_twice():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: Box([0.0], [1.0, 1.0]), "for each coordinate"),
+        (lambda: Box([2.0], [1.0]), "for each coordinate"),
+        (lambda: Box([0.0], [float("inf")]), "finite"),
+        (lambda: Box([0.0] * 3, [1.0] * 3).grid(7), "8 corners"),
+        *((lambda at=at: Faces(Box([0.0, 0.0], [1.0, 1.0]), at), "0 to 1") for at in ([], [2], [-1])),
+        (lambda: Faces(Box([0.0, 0.0], [1.0, 0.0]), coordinates=[0]), r"coordinates \[0\] have no area"),
         (lambda: Ball([0.0], 0.0), "A Ball has a finite center and radius > 0"),
         (lambda: Sphere([], 1.0), "A Sphere has a finite center and radius > 0"),
         (lambda: Segment([0.0], [1.0, 2.0]), "two finite ends"),

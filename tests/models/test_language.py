@@ -91,14 +91,6 @@ def test_training_sees_the_state_but_its_gradient_stops_at_the_batch():
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
-@pytest.mark.slow
-def test_training_learns_which_words_follow():
-    lit, data = model(optimizer=partial(torch.optim.SGD, lr=5.0)), text(train_size=2000)
-    run = trainer(max_epochs=4, gradient_clip_val=0.25)
-    run.fit(lit, datamodule=data)
-    assert run.callback_metrics["val_perplexity"] < 20  # of 30 words
-
-
 def test_rate_is_quartered_after_an_epoch_that_is_no_better():
     # the rate is so small that nothing is learned; without eps it may become still smaller
     plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.25, patience=0, threshold=0.0, eps=0.0)
@@ -203,18 +195,6 @@ def test_predictions_are_the_likeliest_next_words():
     assert torch.equal(predicted, lit(words)[0].argmax(-1))
 
 
-def test_tied_weights_are_shared():
-    lit = LanguageModel(30, 6, 6, tied=True)
-    assert lit.output.weight is lit.embedding.weight
-
-
-def test_initial_weights_of_embedding_and_output_are_those_of_the_example():
-    lit = LanguageModel(300)
-    for weight in (lit.embedding.weight, lit.output.weight):
-        assert weight.abs().max() <= 0.1 and weight.std().item() == pytest.approx(0.1 / 3**0.5, rel=0.02)
-    assert not lit.output.bias.any()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -231,13 +211,14 @@ def test_wrong_options_are_refused(options, message):
         LanguageModel(**options)
 
 
+def test_initial_weights_of_embedding_and_output_are_those_of_the_example_and_may_be_shared():
+    assert (tied := LanguageModel(30, 6, 6, tied=True)).output.weight is tied.embedding.weight
+    lit = LanguageModel(300)
+    for weight in (lit.embedding.weight, lit.output.weight):
+        assert weight.abs().max() <= 0.1 and weight.std().item() == pytest.approx(0.1 / 3**0.5, rel=0.02)
+    assert not lit.output.bias.any()
+
+
 def test_word_beyond_the_vocabulary_is_refused():
     with pytest.raises(MisconfigurationException, match="Word 30 is not below the network's vocabulary_size=30"):
         model()(torch.tensor([[30]]))
-
-
-def test_loss_that_is_not_finite_stops_training():
-    lit = model()
-    nn.init.constant_(lit.output.bias, float("inf"))
-    with pytest.raises(ValueError, match="train_loss is nan in batch 0 of epoch 0: lower the learning rate"):
-        trainer().fit(lit, datamodule=text())

@@ -62,17 +62,14 @@ def test_sizes_that_make_no_network_are_refused(name):
 
 
 ADAM = partial(torch.optim.Adam, lr=0.02)
-WAYS = [
-    (Classifier, "cross_entropy", ADAM),
-    (Classifier, "mse", ADAM),
-    (RLSClassifier, "mse", partial(RLS, auxiliary=ADAM)),
-    (RLSClassifier, "cross_entropy", partial(RLS, exclude=["network.output"], auxiliary=ADAM)),
-]
 
 
-@pytest.mark.parametrize(("model_class", "loss", "optimizer"), WAYS)
+@pytest.mark.parametrize(
+    ("model_class", "loss", "optimizer"),
+    [(Classifier, "cross_entropy", ADAM), (RLSClassifier, "mse", partial(RLS, auxiliary=ADAM))],
+)
 def test_texts_are_recognised_after_training(tmp_path, samples, model_class, loss, optimizer):
     model = model_class(small_network(), num_classes=2, loss=loss, optimizer=optimizer)
-    run = trainer(tmp_path, max_epochs=10)
+    run = trainer(tmp_path, max_epochs=10, check_val_every_n_epoch=10)
     run.fit(model, DataLoader(samples, batch_size=10), DataLoader(samples, batch_size=40))
     assert run.callback_metrics["val_accuracy"].item() >= 0.95

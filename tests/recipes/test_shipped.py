@@ -14,8 +14,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct import data
 from lightning_struct.data import Box, DifferentialEquation, Faces
-from lightning_struct.models import RLSClassifier
+from lightning_struct.models import Classifier, RLSClassifier
 from lightning_struct.models.structured import LayerOfSizes
+from lightning_struct.nn import PrunedLinear
 from lightning_struct.optim import LowRankP
 from lightning_struct.recipes.catalogue import RECIPES, config_directory, config_names, default_config
 from tests.recipes.little import EQUATIONS, SMALL, check_paper, run
@@ -236,6 +237,18 @@ def test_other_networks_ranks_and_data_are_options():
     hidden = cli.model.network.hidden
     assert isinstance(cli.model.network[2], torch.nn.Conv2d) and hidden.rank == 3 and hidden.bias is not None
     assert hidden.in_features == 1024 and cli.trainer.optimizers[0].param_groups[0]["lr"] == 0.0005
+
+
+@pytest.mark.slow
+def test_pruned_network_keeps_the_largest_weights_of_a_trained_one():
+    fit = ["structured_image", "fit", "--config"]
+    run(*fit, "unstructured", "--model.network.hidden=10", "--trainer.max_epochs=1", "--trainer.limit_test_batches=0")
+    checkpoint = "results/structured_image/version_0/checkpoints/last.ckpt"
+    trained = Classifier.load_from_checkpoint(checkpoint).network.hidden.weight
+    options = [f"--model.network.checkpoint={checkpoint}", "--model.optimizer.lr=0", "--trainer.fast_dev_run=1"]
+    hidden = run(*fit, "pruned", *options).model.network.hidden
+    left = trained.where(trained.abs() >= trained.abs().flatten().topk(3136).values[-1], 0)
+    assert isinstance(hidden, PrunedLinear) and torch.equal(hidden.to_dense(), left) and count(hidden) == 3136
 
 
 def test_network_that_is_to_be_pruned_must_be_named():

@@ -6,9 +6,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_struct.functional.checks import is_real
 from lightning_struct.functional.solvers.damping import MAX_DAMPING, check_levenberg_marquardt, reduction_ratio_rule
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.checks import check, is_number
+from lightning_struct.utilities.checks import check
 from lightning_struct.utilities.lightning_internals import names_of_optimizers
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
@@ -53,7 +54,7 @@ class LevenbergMarquardtDamping(Callback):
         self.drop, self.lower, self.upper = drop, lower, upper
         self.min_damping, self.max_damping = min_damping, max_damping
         for name, number in vars(self).items():
-            check(name, number, is_number(number), "a number")
+            check(name, number, is_real(number), "a number")
         try:
             check_levenberg_marquardt(**vars(self))
         except ValueError as error:
@@ -115,7 +116,7 @@ class LevenbergMarquardtDamping(Callback):
 
     def _set_damping(self, optimizer: Any, decided: Any) -> None:
         try:
-            if not (is_number(decided) or isinstance(decided, Tensor)) or not 0 <= decided < math.inf:
+            if not (is_real(decided) or isinstance(decided, Tensor)) or not 0 <= decided < math.inf:
                 raise ValueError("it must be a finite number >= 0")
             optimizer.damping = decided
         except ValueError as error:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from lightning_struct.callbacks.runs import Run
 from lightning_struct.callbacks.validation import DueValidation, MonitoredValue, validation_batches
+from lightning_struct.functional.checks import is_real
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.optim.shf import SHF
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.checks import check, check_counts, check_positive, is_number
+from lightning_struct.utilities.checks import check, check_counts, check_positive
 from lightning_struct.utilities.distributed import compare_batches, refuse_sharded_weights
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
@@ -79,7 +80,7 @@ class ValidationMeritStopping(Callback):
         check_counts(patience=patience)
         check("restore_best", restore_best, isinstance(restore_best, bool), "True or False")
         check("mode", mode, mode in ("min", "max"), "'min' or 'max'")
-        check("min_delta", min_delta, is_number(min_delta) and min_delta >= 0, "a number >= 0")
+        check("min_delta", min_delta, is_real(min_delta) and min_delta >= 0, "a number >= 0")
         check_positive(merit_samples=merit_samples)
         self.monitor, self.patience, self.restore_best = monitor, patience, restore_best
         self.mode, self.min_delta, self.merit_samples = mode, min_delta, merit_samples

@@ -11,6 +11,7 @@ from lightning_struct.data.curves import synthetic_digits
 from lightning_struct.data.files import Content, DamagedFileError, naming_file, read_files, require_torchvision
 from lightning_struct.data.flat_images import mean_and_std
 from lightning_struct.data.in_memory import BatchedTensorDataset, DownloadedDataModule, Draws, LabelledSamples
+from lightning_struct.functional.checks import check_types
 
 IMAGE_SIZE = 32
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -82,6 +83,7 @@ class CIFAR10DataModule(DownloadedDataModule):
         **options: Any,
     ) -> None:
         super().__init__(data_dir, batch_size, draws, **options)
+        check_types(CIFAR10DataModule.__init__, locals())
         self.grey = grey
 
     @property

@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_struct.data.in_memory import InMemoryDataModule, Splits, image_dataset
+from lightning_struct.functional.checks import check_types
 from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
@@ -153,9 +154,10 @@ class CurvesDataModule(InMemoryDataModule):
         **loader: Any,
     ) -> None:
         super().__init__(batch_size, **loader)
-        if not synthetic:
+        if synthetic is not True:
             raise MisconfigurationException("CURVES are always made procedurally: leave out data.synthetic=false.")
         check_counts(train_size=train_size, val_size=val_size, test_size=test_size)
+        check_types(CurvesDataModule.__init__, locals())
         self.sizes = (train_size, val_size, test_size)
 
     def load_splits(self) -> Splits:

@@ -152,6 +152,7 @@ class Poisson(DifferentialEquation):
 
     @checked
     def __init__(self, dimension: int = 2, form: Literal["product", "sum"] = "product") -> None:
+        check("dimension", dimension, dimension <= 64, "at most 64")
         check_counts(dimension=dimension)
         check("form", form, form in ("product", "sum"), "'product' or 'sum'")
         self.form = form
@@ -196,7 +197,7 @@ class Heat(DifferentialEquation):
 
     @checked
     def __init__(self, conductivity: float = 0.25) -> None:
-        check("conductivity", conductivity, conductivity > 0, "positive")
+        check("conductivity", conductivity, 0 < conductivity < math.inf, "positive and finite")
         self.conductivity = conductivity
         self.domain, self.regions = _line_in_time(0.0, 1.0)
 
@@ -241,7 +242,7 @@ class Burgers(DifferentialEquation):
 
     @checked
     def __init__(self, viscosity: float = 0.01 / math.pi) -> None:
-        check("viscosity", viscosity, viscosity > 0, "positive")
+        check("viscosity", viscosity, 0 < viscosity < math.inf, "positive and finite")
         self.viscosity = viscosity
         self.domain, self.regions = _line_in_time(-1.0, 1.0)
         roots, weights = np.polynomial.hermite.hermgauss(_QUADRATURE_NODES)

@@ -65,8 +65,8 @@ class AllenCahn(_Integrated):
 
     @checked
     def __init__(self, diffusion: float = 1e-4, reaction: float = 5.0) -> None:
-        check("diffusion", diffusion, diffusion > 0, "positive")
-        check("reaction", reaction, reaction > 0, "positive")
+        check("diffusion", diffusion, 0 < diffusion < math.inf, "positive and finite")
+        check("reaction", reaction, 0 < reaction < math.inf, "positive and finite")
         self.diffusion, self.reaction = diffusion, reaction
 
     def residual(self, block: str, u: Field, points: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class KortewegDeVries(_Integrated):
 
     @checked
     def __init__(self, dispersion: float = 0.022) -> None:
-        check("dispersion", dispersion, dispersion >= 0.02, "at least 0.02")
+        check("dispersion", dispersion, 0.02 <= dispersion < math.inf, "at least 0.02")
         self.dispersion = dispersion
 
     def residual(self, block: str, u: Field, points: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_struct.data import in_memory
 from lightning_struct.data.files import read_or_explain
-from lightning_struct.utilities.checks import check, check_counts, is_number
+from lightning_struct.functional.checks import check_types, is_real
+from lightning_struct.utilities.checks import check, check_counts
 
 
 class FlatImagesDataModule(in_memory.InMemoryDataModule):
@@ -57,10 +58,11 @@ class FlatImagesDataModule(in_memory.InMemoryDataModule):
         **loader: Any,
     ) -> None:
         super().__init__(batch_size, draws, **loader)
-        check("val_fraction", val_fraction, is_number(val_fraction) and 0 < val_fraction < 1, "between 0 and 1")
-        is_share = is_number(train_fraction) and 0 < train_fraction <= 1
+        check("val_fraction", val_fraction, is_real(val_fraction) and 0 < val_fraction < 1, "between 0 and 1")
+        is_share = is_real(train_fraction) and 0 < train_fraction <= 1
         check("train_fraction", train_fraction, is_share, "above 0 and at most 1")
         check_counts(train_size=train_size, test_size=test_size)
+        check_types(FlatImagesDataModule.__init__, locals())
         self.data_dir = os.path.expanduser(data_dir)
         self.generate, self.synthetic = generate, synthetic
         self.train_size, self.test_size = train_size, test_size

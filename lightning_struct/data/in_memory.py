@@ -19,6 +19,7 @@ from lightning_struct.data.sampling import (
     ShuffledPasses,
     keep_batch,
 )
+from lightning_struct.functional.checks import check_dense, check_types
 from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.distributed import data_parallel_replicas
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
@@ -42,6 +43,13 @@ class BatchedTensorDataset(TensorDataset):
         >>> next(iter(DataLoader(dataset, batch_size=4)))
         [tensor([0, 1, 2, 3]), tensor([0, 1, 0, 1])]
     """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            check_dense("a tensor of samples", tensor)
+        if len({tensor.shape[:1] for tensor in tensors if tensor.ndim}) != 1 or not all(t.ndim for t in tensors):
+            raise ValueError(f"tensors must have a row for each sample, got {[tuple(t.shape) for t in tensors]}")
+        super().__init__(*tensors)
 
     def __getitems__(self, indices: list[int]) -> CollatedBatch:
         return CollatedBatch(self[indices])
@@ -147,6 +155,7 @@ class InMemoryDataModule(EvaluatedDataModule):
             raise MisconfigurationException(f"draws must be 'independent' or 'epoch', but is {draws!r}")
         check_counts(batch_size=batch_size, eval_batch_size=eval_batch_size, draws_per_epoch=draws_per_epoch)
         check_counts(0, seed=seed)
+        check_types(InMemoryDataModule.__init__, locals())
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.draws, self.draws_per_epoch, self.seed, self.drop_last = draws, draws_per_epoch, seed, drop_last
         self.splits: Splits | None = None
@@ -237,6 +246,7 @@ class DownloadedDataModule(InMemoryDataModule):
         given = _given_or((train_size, val_size, test_size), self.usual_sizes)
         self.sizes = dict(zip(Splits._fields, given, strict=True))
         check_counts(**{f"{part}_size": size for part, size in self.sizes.items()})
+        check_types(DownloadedDataModule.__init__, locals())
         self.data_dir = str(Path(data_dir).expanduser())
         self.download, self.synthetic = download, synthetic
 

@@ -83,7 +83,7 @@ class MNISTVariantDataModule(FlatImagesDataModule):
         download: bool = True,
         **options: Any,
     ) -> None:
-        check("variant", variant, variant in FILES, f"one of {', '.join(FILES)}")
+        check("variant", variant, isinstance(variant, str) and variant in FILES, f"one of {', '.join(FILES)}")
         if test_size is None:
             official = TEST_SIZES[variant]
             test_size = min(official, MOST_SYNTHETIC) if options.get("synthetic") else official

@@ -12,7 +12,7 @@ from lightning_struct.collective import all_gather_rows
 from lightning_struct.data.equations import DifferentialEquation, Region, check_equation
 from lightning_struct.data.in_memory import BatchedTensorDataset, EvaluatedDataModule
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws, keep_batch, seeded_generator
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import checked, is_real
 from lightning_struct.utilities import checks
 from lightning_struct.utilities.distributed import data_parallel_replicas
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -384,7 +384,7 @@ def _check_options(
     if few := {block: count for block, count in counts.items() if not checks.is_count(count)}:
         raise MisconfigurationException(f"counts must be whole numbers of at least 1, but are {few}")
     checks.check_positive(redraw_every_n_steps=every_n_steps, max_points=max_points)
-    is_share = checks.is_number(residual_share) and 0 <= residual_share < 1
+    is_share = is_real(residual_share) and 0 <= residual_share < 1
     checks.check("residual_share", residual_share, is_share, "in [0, 1)")
 
 

@@ -342,6 +342,7 @@ class Union(Region):
         tensor(5)
     """
 
+    @checked
     def __init__(self, *regions: Region, shares: Sequence[float] | None = None) -> None:
         self.regions, of_all = regions, torch.tensor(list(shares or [1.0] * len(regions)), dtype=torch.float64)
         if not regions or len(of_all) != len(regions) or not (of_all > 0).all():

@@ -1,6 +1,5 @@
 """Batches drawn at random, each independently of the last, whose size may change between any two of them."""
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, ClassVar
@@ -12,7 +11,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 from lightning_struct.collective import rank as current_rank
 from lightning_struct.collective import world_size
-from lightning_struct.utilities.checks import check_counts
+from lightning_struct.functional.checks import is_integer
+from lightning_struct.utilities.checks import check, check_counts, check_positive, is_count
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
@@ -57,6 +57,9 @@ class IndependentDraws(DistributedSampler):
         rank: int | None = None,
     ) -> None:
         check_counts(draws_per_epoch=draws_per_epoch)
+        check_positive(num_replicas=num_replicas)
+        check("dataset", dataset, hasattr(dataset, "__len__"), "a data set with a length")
+        check("rank", rank, rank is None or is_count(rank, 0), "a whole number >= 0, or None")
         check_counts(0, seed=seed)
         # not that of the base, which sets the processes for good
         self.dataset, self.seed, self.epoch = dataset, seed, 0
@@ -77,7 +80,8 @@ class IndependentDraws(DistributedSampler):
 
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
-        batch_size = operator.index(batch_size)
+        if not is_integer(batch_size):
+            raise TypeError(f"batch_size must be a whole number, but is {batch_size!r:.80}")
         samples = self.samples
         if samples is not None and not 1 <= batch_size <= samples:
             raise MisconfigurationException(
@@ -257,12 +261,14 @@ class DrawLoader(ResumedLoader):
                 "Trainer.predict put it there, predict with an ordinary DataLoader: draws repeat some samples and "
                 "leave out others"
             )
+        check("dataset", dataset, hasattr(dataset, "__len__"), "a data set with a length")
+        check("collate_fn", collate_fn, collate_fn is None or callable(collate_fn), "a function, or None")
         if len(sampler.dataset) != len(dataset):  # type: ignore[arg-type]
             raise MisconfigurationException(
                 f"The draws are from {len(sampler.dataset)} samples, but the data set has {len(dataset)}: "  # type: ignore[arg-type]
                 "give both the same data set"
             )
-        if num_workers != 0:
+        if not is_integer(num_workers) or num_workers != 0:
             raise MisconfigurationException(
                 f"DrawLoader needs num_workers=0, but got {num_workers}: batches fetched ahead by workers would keep "
                 "the old size after a change, and be lost at a resume"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_struct.data import files
 from lightning_struct.data.in_memory import EvaluatedDataModule
+from lightning_struct.functional.checks import check_types
 from lightning_struct.utilities.checks import check_counts, check_positive
 from lightning_struct.utilities.distributed import data_parallel_replicas
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -168,6 +169,7 @@ class TextCorpusDataModule(EvaluatedDataModule):
         check_counts(batch_size=batch_size, eval_batch_size=eval_batch_size, steps=steps, least_count=least_count)
         check_counts(0, seed=seed)
         check_counts(SUCCESSORS + 1, synthetic_vocabulary=synthetic_vocabulary)
+        check_types(TextCorpusDataModule.__init__, locals())
         self.data_dir = os.path.expanduser(data_dir)
         self.text_file = None if text_file is None else os.path.expanduser(text_file)
         self.batch_size, self.eval_batch_size, self.steps = batch_size, eval_batch_size, steps

@@ -1,18 +1,22 @@
 """Checks of values at a boundary, the errors that they raise, and warnings."""
 
+import math
 import sys
 import warnings
-from collections.abc import Callable
-from functools import partial, wraps
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial, wraps
 from inspect import signature, unwrap
+from itertools import chain
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import torch
 from torch import Tensor
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
+Measured = Annotated[float, "it may be NaN"]
+Tests = list[tuple[Callable[[Any], bool], str]]  # of a value, one of which must hold, with words for right values
 
 # A warning points at the first caller outside of these.
 _PACKAGES = ("lightning_struct", "torch", "lightning", "pytorch_lightning", "contextlib")
@@ -27,23 +31,35 @@ class NotFinite(ValueError, FloatingPointError):
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value is an integer, also one of NumPy; True and False are none.
+    """Whether a value is an integer of 64 bits, also one of NumPy; True and False are none.
 
     Example:
-        >>> [is_integer(value) for value in (3, -1, 2.0, True, "3", None)]
-        [True, True, False, False, False, False]
+        >>> [is_integer(value) for value in (3, -1, 2**64, 2.0, True, "3", None)]
+        [True, True, False, False, False, False, False]
     """
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) < 2**63
 
 
 def is_real(value: object) -> bool:
-    """Whether a value is a real number, NaN and infinity among them; True and False are none.
+    """Whether a value is a real number, infinity among them; NaN, True and False are none.
 
     Example:
-        >>> [is_real(value) for value in (3, 0.5, float("nan"), True, "3", None)]
-        [True, True, True, False, False, False]
+        >>> [is_real(value) for value in (3, 0.5, float("inf"), float("nan"), True, "3", None)]
+        [True, True, True, False, False, False, False]
     """
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def positive_size(name: str, value: object) -> int:
+    """``value`` as an int, if it is a positive integer: also one of NumPy, as the number of actions in an environment.
+
+    Raises:
+        ValueError: it is none, or too large for a dimension.
+    """
+    if not is_integer(value) or not 1 <= value < 2**31:  # type: ignore[operator]
+        too_large = " below 2³¹" if is_integer(value) and value > 0 else ""  # type: ignore[operator]
+        raise ValueError(f"{name} must be a positive integer{too_large}, but is {_described(value)}")
+    return int(value)  # type: ignore[call-overload]
 
 
 def _is_instance(kind: type, value: object) -> bool:
@@ -52,6 +68,20 @@ def _is_instance(kind: type, value: object) -> bool:
 
 def _is_dense(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_quantized or value.is_nested)
+
+
+def _is_device(value: object) -> bool:
+    try:
+        return isinstance(value, torch.device | str) and torch.device(value) is not None
+    except RuntimeError:  # an unknown name
+        return False
+
+
+def _are(any_of: Tests, kind: type, values: object) -> bool:
+    """Whether a value is of a kind that has elements, and these are right; strings are not taken for their letters."""
+    if not isinstance(values, kind) or isinstance(values, str):
+        return False
+    return all(any(holds(value) for holds, _ in any_of) for value in values)  # type: ignore[attr-defined]
 
 
 def check_dense(what: str, value: object, *, has_numbers: bool = False) -> None:
@@ -75,7 +105,7 @@ def as_tensor(what: str, value: object) -> Tensor:
         value: it.
 
     Raises:
-        TypeError: it is none of them, or is sparse, quantised or on the meta device.
+        TypeError: it is none of them, or is complex or boolean, sparse, quantised or on the meta device.
 
     Example:
         >>> as_tensor("x", [1, 2.5])
@@ -89,6 +119,8 @@ def as_tensor(what: str, value: object) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{what} must hold numbers in one rectangular array: {first_line(error)}") from None
     check_dense(what, value, has_numbers=True)
+    if value.is_complex() or value.dtype == torch.bool:  # type: ignore[attr-defined]
+        raise TypeError(f"{what} must hold real floating-point numbers, but is {value.dtype}")  # type: ignore[attr-defined]
     return value  # type: ignore[return-value]
 
 
@@ -117,9 +149,11 @@ def _described(value: object) -> str:
 
 # What arguments take that are not instances of the class that annotates them, with a test and its name.
 _TESTS: dict[Any, tuple[Callable[[Any], bool], str]] = {
-    Tensor: (_is_dense, "a dense tensor"),
+    Tensor: (lambda value: _is_dense(value) and value.dtype != torch.bool, "a dense tensor"),
     float: (is_real, "a real number"),
+    Measured: (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a real number"),
     int: (lambda value: is_integer(value) or isinstance(value, torch.SymInt), "a whole number"),
+    torch.device: (_is_device, "a device"),
     type(None): (lambda value: value is None, "None"),
 }
 
@@ -127,11 +161,13 @@ _TESTS: dict[Any, tuple[Callable[[Any], bool], str]] = {
 def checked(function: Checked) -> Checked:
     """Refuse arguments of other types than the annotations of a function or class say.
 
-    Compared are arguments all of whose types are classes, and not while a graph is compiled. The range of a number and
-    the words of a ``Literal`` are left to the function.
+    Compared are arguments all of whose types are classes, and not while a graph is compiled: numbers, without NaN, and
+    the elements of sequences and tuples, too. The range of a number and the words of a ``Literal`` are left to the
+    function.
 
     Raises:
         TypeError: in a call; the message names the argument.
+        NotFinite: NaN for a number that is not ``Measured``; likewise.
 
     Example:
         >>> checked(lambda length: 2 * length)(2)  # without annotations all is right
@@ -140,39 +176,73 @@ def checked(function: Checked) -> Checked:
     if isinstance(function, type):
         function.__init__ = checked(function.__init__)  # type: ignore[misc]
         return function
-    parameters, annotations = signature(function).parameters, function.__annotations__
-    scope = unwrap(function).__globals__
-    places = [name for name, of in parameters.items() if of.kind is of.POSITIONAL_OR_KEYWORD]
-    tests = {name: _tests_of(annotations[name], scope) for name in parameters if name in annotations}
+    parameters = signature(function).parameters.items()
+    places = [name for name, of in parameters if of.kind is of.POSITIONAL_OR_KEYWORD]
+    rest = [name for name, of in parameters if of.kind is of.VAR_POSITIONAL]
 
     @wraps(function)
     def checking(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            for name, value in (*zip(places, args, strict=False), *kwargs.items()):
-                if (any_of := tests.get(name)) and not any(holds(value) for holds, _ in any_of):
-                    takes = " or ".join(takes for _, takes in any_of)
-                    raise TypeError(f"{name} must be {takes}, got {_described(value)}")
+            names = places if len(args) <= len(places) else places + rest * (len(args) - len(places))
+            _check_types(function, chain(zip(names, args, strict=False), kwargs.items()))
         return function(*args, **kwargs)
 
     return checking  # type: ignore[return-value]
 
 
-def _tests_of(annotation: Any, scope: dict[str, Any]) -> list[tuple[Callable[[Any], bool], str]]:
+def check_types(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Refuse arguments as :func:`checked` does, where a function cannot be wrapped, as it looks for its own call.
+
+    Args:
+        function: it.
+        arguments: by name, as by ``locals()`` in its first line.
+    """
+    _check_types(function, arguments.items())
+
+
+def _check_types(function: Callable[..., Any], arguments: Iterable[tuple[str, Any]]) -> None:
+    tests, on_meta = _tests_of(function), dict[bool, str]()
+    for name, value in arguments:
+        if isinstance(value, Tensor) and on_meta.setdefault(value.is_meta, name) and len(on_meta) == 2:
+            raise TypeError(f"{on_meta[True]} is on the meta device, without numbers, and {on_meta[False]} is not")
+        if (any_of := tests.get(name)) and not any(holds(value) for holds, _ in any_of):
+            error = NotFinite if isinstance(value, float) and math.isnan(value) else TypeError
+            raise error(f"{name} must be {' or '.join(takes for _, takes in any_of)}, got {_described(value)}")
+
+
+@cache
+def _tests_of(function: Callable[..., Any]) -> dict[str, Tests]:
+    """Tests of each annotated argument."""
+    scope, annotations = unwrap(function).__globals__, function.__annotations__
+    return {name: _tests(annotations[name], scope) for name in signature(function).parameters if name in annotations}
+
+
+def _tests(annotation: Any, scope: dict[str, Any]) -> Tests:
     """Tests of a value, one of which must hold; none if a type in the annotation is no class."""
     try:
         given = eval(annotation, scope) if isinstance(annotation, str) else annotation
     except (NameError, TypeError):  # names that are imported for type checkers alone
         return []
-    tests = []
-    for part in get_args(given) if get_origin(given) in (Union, UnionType) else [given]:
+    tests: Tests = []
+    parts = get_args(given) if get_origin(given) in (Union, UnionType) else [given]
+    for part in parts:
         kind = getattr(part, "__bound__", get_origin(part) or part)
-        if kind in _TESTS:
-            tests.append(_TESTS[kind])
+        if kind is str and torch.device in parts:
+            continue
+        if part in _TESTS or kind in _TESTS:
+            tests.append(_TESTS.get(part) or _TESTS[kind])
+        elif kind in (Sequence, tuple) and (elements := _tests_of_elements(part, scope)):
+            tests.append((partial(_are, elements, kind), f"a {kind.__name__} of which each is {elements[0][1]}"))
         elif isinstance(kind, type) and kind is not Any and getattr(kind, "_is_runtime_protocol", True):
             tests.append((partial(_is_instance, kind), f"a {kind.__name__}"))
         else:
             return []
     return tests
+
+
+def _tests_of_elements(annotation: Any, scope: dict[str, Any]) -> Tests:
+    kinds = {*get_args(annotation)} - {...}
+    return _tests(Measured if kinds == {float} else kinds.pop(), scope) if len(kinds) == 1 else []
 
 
 def first_line(error: Exception) -> str:

@@ -50,6 +50,8 @@ def matching_tensors(vector: Vector, like: Vector, name: str) -> list[Tensor]:
 def _check_type(vector: Vector, name: str) -> None:
     if not isinstance(vector, Tensor | Mapping):
         raise TypeError(f"{name} must be a tensor or a dict of tensors, got {type(vector).__name__}")
+    if isinstance(vector, Mapping) and not vector:
+        raise ValueError(f"{name} is a dict without tensors")
 
 
 def _kind(vector: Vector) -> str:

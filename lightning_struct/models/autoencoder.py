@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
+from lightning_struct.functional.checks import check_types
 from lightning_struct.mixins.shf import SHFOptimization
 from lightning_struct.models.training import Task, check_train_loss
 from lightning_struct.nn.baselines import sparse_normal_
@@ -68,6 +69,7 @@ class Autoencoder(Task):
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
+        check_types(Autoencoder.__init__, locals())
         if len(layer_sizes) < 2 or min(layer_sizes) < 1:
             raise MisconfigurationException(
                 f"layer_sizes must name the pixels, the code and the layers between, all positive, but is {layer_sizes}"
@@ -160,6 +162,7 @@ class SHFAutoencoder(SHFOptimization, Autoencoder):
         optimizer: Callable[[nn.Module], SHF] = shf_with_usual_damping,
     ) -> None:
         super().__init__(layer_sizes, sparse_connections, sparse_std)
+        check_types(SHFAutoencoder.__init__, locals())
         self.make_shf = optimizer
 
     def configure_optimizers(self) -> SHF:

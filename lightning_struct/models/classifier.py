@@ -10,14 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_struct.functional.checks import check_types, checked
 from lightning_struct.mixins.rls import RLSOptimization
 from lightning_struct.mixins.shf import SHFOptimization
 from lightning_struct.models.training import Task, check_train_loss
 from lightning_struct.optim.rls import RLS
 from lightning_struct.optim.shf import SHF
+from lightning_struct.utilities.checks import check, check_counts, check_positive
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
+@checked
 def fully_connected(layer_sizes: Sequence[int] = (784, 512, 10)) -> nn.Sequential:
     """Linear layers between consecutive sizes, with a ReLU between each two; the images are flattened first.
 
@@ -44,6 +47,7 @@ def fully_connected(layer_sizes: Sequence[int] = (784, 512, 10)) -> nn.Sequentia
     return _with_output(nn.Sequential(nn.Flatten(), *layers), *layer_sizes[-2:])
 
 
+@checked
 def mini_vgg(channels: int = 64, hidden: int = 1024, num_classes: int = 10, image_size: int = 32) -> nn.Sequential:
     """The first five convolutions of VGG-16 and two fully connected layers (Zhang et al., section VI-A).
 
@@ -66,11 +70,8 @@ def mini_vgg(channels: int = 64, hidden: int = 1024, num_classes: int = 10, imag
         >>> mini_vgg(channels=2, hidden=8, image_size=8)(torch.zeros(5, 3, 8, 8)).shape
         torch.Size([5, 10])
     """
-    if min(channels, hidden, num_classes, image_size) < 1 or image_size % 8:
-        raise MisconfigurationException(
-            "mini_vgg needs positive sizes and an image_size that three poolings can halve, a multiple of 8, but got "
-            f"channels={channels}, hidden={hidden}, num_classes={num_classes}, image_size={image_size}"
-        )
+    check_positive(channels=channels, hidden=hidden, num_classes=num_classes, image_size=image_size)
+    check("image_size", image_size, image_size % 8 == 0, "a multiple of 8, which three poolings can halve")
     # The paper does not say whether a pooling follows its fifth convolution. In VGG-16 that is the first of three; here
     # it ends the stack, and is followed by the pooling that ends every stack: without it the hidden layer alone would
     # have 16.8 million weights.
@@ -134,8 +135,8 @@ class Classifier(Task):
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
-        if num_classes < 2:
-            raise MisconfigurationException(f"num_classes must be at least 2, but is {num_classes}")
+        check_types(Classifier.__init__, locals())
+        check_counts(2, num_classes=num_classes)
         if loss not in ("cross_entropy", "mse"):
             raise MisconfigurationException(f"loss must be 'cross_entropy' or 'mse', but is {loss!r}")
         # makers of optimizers need not be picklable; a checkpoint has the weights of the network anyway
@@ -253,6 +254,7 @@ class RLSClassifier(RLSOptimization, Classifier):
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__(network, num_classes, loss, lr_scheduler=lr_scheduler)
+        check_types(RLSClassifier.__init__, locals())
         self.make_rls = optimizer
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -300,6 +302,7 @@ class SHFClassifier(SHFOptimization, Classifier):
         optimizer: Callable[[nn.Module, str], SHF] = shf_with_chosen_settings,
     ) -> None:
         super().__init__(network, num_classes, loss)
+        check_types(SHFClassifier.__init__, locals())
         self.make_shf = optimizer
 
     def configure_optimizers(self) -> SHF:

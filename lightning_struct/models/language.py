@@ -12,10 +12,11 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_struct.data.imdb import PADDING
+from lightning_struct.functional.checks import check_types
 from lightning_struct.models.structured import LayerOfSizes
 from lightning_struct.models.training import Task, check_train_loss, optimizer_and_scheduler
 from lightning_struct.nn import StructuredLinear, StructuredLSTM, jacobian_norms
-from lightning_struct.utilities.checks import check_positive
+from lightning_struct.utilities.checks import check, check_positive
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 State = tuple[Tensor, Tensor]
@@ -84,6 +85,7 @@ class LanguageModel(Task):
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
+        check_types(LanguageModel.__init__, locals())
         check_positive(vocabulary_size=vocabulary_size, embedding_size=embedding_size, hidden_size=hidden_size)
         if tied and embedding_size != hidden_size:
             raise MisconfigurationException(
@@ -100,6 +102,7 @@ class LanguageModel(Task):
         self.embedding = nn.Embedding(vocabulary_size, embedding_size)
         self.recurrent = StructuredLSTM(embedding_size, hidden_size, gate, gates=gates)
         self.output = nn.Linear(hidden_size, vocabulary_size)
+        check("dropout", dropout, 0 <= dropout <= 1, "from 0 to 1")
         self.dropout = nn.Dropout(dropout)
         nn.init.uniform_(self.embedding.weight, -INITIAL_RANGE, INITIAL_RANGE)
         nn.init.uniform_(self.output.weight, -INITIAL_RANGE, INITIAL_RANGE)
@@ -285,6 +288,7 @@ class RecurrentNetwork(nn.Module):
         cell: Literal["lstm", "rnn"] = "lstm",
     ) -> None:
         super().__init__()
+        check_types(RecurrentNetwork.__init__, locals())
         check_positive(vocabulary_size=vocabulary_size, embedding_size=embedding_size, hidden_size=hidden_size)
         check_positive(num_layers=num_layers, num_classes=num_classes)
         if cell not in CELLS:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce
 from lightning_struct.data.equations import DifferentialEquation, check_equation
-from lightning_struct.functional.checks import first_line
+from lightning_struct.functional.checks import check_types, checked, first_line, positive_size
 from lightning_struct.functional.jacobian.derivatives import (
     Derivatives,
     Periodic,
@@ -46,11 +46,16 @@ class TanhNetwork(nn.Module):
         (torch.Size([5]), 921)
     """
 
+    @checked
     def __init__(self, dimension: int, hidden_sizes: Sequence[int], periodic: Periodic = (), outputs: int = 1) -> None:
         super().__init__()
         self.periodic: Periodic = dict(periodic) if isinstance(periodic, Mapping) else tuple(periodic)
-        inputs = periodic_inputs(torch.zeros(1, dimension), self.periodic).shape[1]
-        sizes = [inputs, *hidden_sizes, outputs]
+        inputs = periodic_inputs(torch.zeros(1, positive_size("dimension", dimension)), self.periodic).shape[1]
+        sizes = [
+            inputs,
+            *(positive_size("hidden_sizes", size) for size in hidden_sizes),
+            positive_size("outputs", outputs),
+        ]
         layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.Tanh())]
         self.layers = nn.Sequential(*layers[:-1])
 
@@ -120,6 +125,7 @@ class IntervalNetwork(nn.Module):
 
     number: Tensor
 
+    @checked
     def __init__(self, equation: DifferentialEquation, hidden_sizes: Sequence[int], intervals: int = 10) -> None:
         super().__init__()
         check_counts(intervals=intervals)
@@ -266,6 +272,7 @@ class PhysicsInformedNetwork(Task):
         _check_unknowns(equation)
         if isinstance(hidden_sizes, int):
             raise MisconfigurationException(f"hidden_sizes is a list, one number for each layer: [{hidden_sizes}]")
+        check_types(PhysicsInformedNetwork.__init__, locals())
         if (hidden_sizes is None) == (network is None) or min(hidden_sizes or [1]) < 1:
             raise MisconfigurationException(
                 f"A PhysicsInformedNetwork needs hidden_sizes, all positive, or a network, but got {hidden_sizes} and "
@@ -417,6 +424,7 @@ class SHFPhysicsInformedNetwork(SHFOptimization, PhysicsInformedNetwork):
         optimizer: Callable[[nn.Module], SHF] = shf_of_residuals,
     ) -> None:
         super().__init__(equation, hidden_sizes, network)
+        check_types(SHFPhysicsInformedNetwork.__init__, locals())
         self.make_shf = optimizer
 
     def configure_optimizers(self) -> SHF:

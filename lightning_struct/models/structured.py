@@ -5,6 +5,7 @@ from pickle import UnpicklingError
 
 from torch import nn
 
+from lightning_struct.functional.checks import checked
 from lightning_struct.models.classifier import Classifier
 from lightning_struct.nn import BlockStructured, PrunedLinear
 from lightning_struct.utilities.checks import check_positive
@@ -18,6 +19,7 @@ COLORS = 3
 POOLING = 4  # the number by which the two poolings of LeNet divide height and width, together
 
 
+@checked
 def unbiased_linear(in_features: int, out_features: int) -> nn.Linear:
     """``nn.Linear`` without bias.
 
@@ -29,9 +31,11 @@ def unbiased_linear(in_features: int, out_features: int) -> nn.Linear:
         >>> unbiased_linear(3, 2)
         Linear(in_features=3, out_features=2, bias=False)
     """
+    check_positive(in_features=in_features, out_features=out_features)
     return nn.Linear(in_features, out_features, bias=False)
 
 
+@checked
 def single_hidden_layer(
     pixels: int = 784, num_classes: int = 10, layer: LayerOfSizes = unbiased_linear, hidden: int | None = None
 ) -> nn.Sequential:
@@ -61,6 +65,7 @@ def single_hidden_layer(
     return _with_head(nn.Sequential(nn.Flatten()), layer(pixels, units), units, num_classes)
 
 
+@checked
 def lenet(
     size: int = 28, channels: int = 1, num_classes: int = 10, layer: LayerOfSizes = nn.Linear, hidden: int | None = None
 ) -> nn.Sequential:
@@ -104,6 +109,7 @@ def lenet(
     return _with_head(nn.Sequential(*stages), layer(features, units), units, num_classes)
 
 
+@checked
 def convolution_and_layer(
     channels: int = 3, pool: bool = False, hidden: int = 512, num_classes: int = 10, size: int = 32
 ) -> nn.Sequential:
@@ -144,6 +150,7 @@ def convolution_and_layer(
     return _with_head(layers, unbiased_linear(channels * side**2, hidden), hidden, num_classes)
 
 
+@checked
 def structured_in_place_of_convolution(
     first: LayerOfSizes,
     layer: LayerOfSizes,
@@ -197,6 +204,7 @@ def structured_in_place_of_convolution(
     return _with_head(layers, layer(COLORS * entries, hidden), hidden, num_classes)
 
 
+@checked
 def pruned(checkpoint: str, parameters: int) -> nn.Sequential:
     """A trained network whose hidden layer keeps only its largest weights, to be trained further (Tables 8 and 9).
 

@@ -8,7 +8,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
-from lightning_struct.functional.checks import NotFinite
+from lightning_struct.functional.checks import NotFinite, check_types
 from lightning_struct.optim.requirements import TakesModule
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
@@ -49,6 +49,7 @@ class Task(L.LightningModule):
 
     def __init__(self, optimizer: OptimizerCallable, lr_scheduler: LRSchedulerCallable | None) -> None:
         super().__init__()
+        check_types(Task.__init__, locals())
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
 
     def evaluate(self, batch: Any, batch_idx: int, stage: str) -> None:

@@ -1,9 +1,11 @@
 """Adapters: structured matrices that are trained beside the frozen weights of a model, and merged into them."""
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -276,8 +278,9 @@ def merge_adapters(model: Model) -> Model:
         ``model``; the base if it is an adapted layer itself.
 
     Raises:
-        ValueError: the model has no adapters; an adapter holds NaN or infinity; or a weight is parametrized or
-            quantised, so that nothing can be added to it. The model then stays as it was.
+        ValueError: the model has no adapters; an adapter, or its sum with a weight, holds NaN or infinity, as beyond
+            the range of float16; or a weight is parametrized or quantised, so that nothing can be added to it. The
+            model then stays as it was.
 
     Example:
         >>> from lightning_struct.nn import LDRSubdiagonal
@@ -359,6 +362,7 @@ def merged_adapters(model: Model) -> Iterator[Model]:
         set_modules(merged, linear)  # type: ignore[arg-type]
 
 
+@torch.no_grad()
 def _with_merged_weights(model: Model) -> Model:
     """The model with enabled updates in its weights, and without all adapters; an error leaves it as it was."""
     named = list(model.named_modules(remove_duplicate=False))
@@ -369,17 +373,29 @@ def _with_merged_weights(model: Model) -> Model:
     for name, update in named:
         if not isinstance(update, StructuredUpdate) or not update.is_enabled:
             continue
+        if any(p.is_meta for p in update.parameters()):
+            raise ValueError(f"the adapter {name} is on the meta device: load its weights first")
         if wrong := [part for part, p in update.named_parameters() if not whole(p).isfinite().all()]:
             raise NotFinite(
                 f"the adapter {name} holds NaN or infinity in {', '.join(wrong)}, and is not added to the weights: "
                 "load an earlier state by load_adapter_state_dict"
             )
-    for layer in dict.fromkeys(layer for _, layer in linear if layer.active is not None):
+    adapted = {layer: name for name, layer in linear if layer.active is not None}
+    attention = [(name, module) for name, module in named if _has_updated_weights(module)]
+    whole_ones = [(name, layer) for layer, name in adapted.items() if not any(map(is_sharded, layer.parameters()))]
+    of_linear = ((name, _merged(layer)) for name, layer in whole_ones)
+    of_attention = ((name, getattr(module, part)) for name, module in attention for part in module.parametrizations)
+    for name, merged in chain(of_linear, of_attention):
+        if not bool(merged.isfinite().all()):
+            raise NotFinite(
+                f"the weight of {name or 'the model'} with its adapter added is not finite: it is too large for its "
+                "dtype, or damaged. Leave the adapter in, or convert the model first, as by model.float()"
+            )
+    for layer in adapted:
         _merge(layer)
     model = set_modules(model, [(name, layer.base) for name, layer in linear])
-    for _, module in named:
-        if _has_updated_weights(module):
-            remove_parametrizations(module)
+    for _, module in attention:
+        remove_parametrizations(module)
     return model
 
 
@@ -510,7 +526,7 @@ def adapter_parameter_groups(model: nn.Module, lr: float, operator_factor: float
         One group, and another one for the operators if there are any.
 
     Raises:
-        ValueError: the model has no adapters.
+        ValueError: the model has no adapters, or a rate is negative or infinite.
 
     Example:
         >>> from lightning_struct.nn import LDRSubdiagonal
@@ -518,6 +534,9 @@ def adapter_parameter_groups(model: nn.Module, lr: float, operator_factor: float
         >>> [(len(group["params"]), group["lr"]) for group in adapter_parameter_groups(model, lr=0.01)]
         [(2, 0.01), (4, 0.001)]
     """
+    for name, rate in (("lr", lr), ("operator_factor", operator_factor)):
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"{name} must be a finite number that is not negative, but is {rate!r}")
     require_adapters(model)
     with_operators = [u.adapter for u in _updates(model) if isinstance(u.adapter, LearnedOperatorLinear)]
     operators = {p for layer in with_operators for name, p in layer.named_parameters() if name not in ("G", "H")}
@@ -821,10 +840,8 @@ def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
         )
 
 
-@torch.no_grad()
-def _merge(layer: AdaptedLinear) -> None:
+def _merged(layer: AdaptedLinear) -> Tensor:
     matrix = _matrix_of(layer.base)
-    weight = getattr(layer.base, matrix.weight)
     assert layer.active is not None
     for module in layer.active.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -832,9 +849,14 @@ def _merge(layer: AdaptedLinear) -> None:
                 setattr(module, name, nn.Parameter(whole(parameter)))
     update = layer.active.to_dense()
     update = as_filters(layer.base, update) if has_filters(layer.base) else update.T if matrix.transposed else update
-    merged = updated(whole(weight), update)
+    return updated(whole(getattr(layer.base, matrix.weight)), update)
+
+
+def _merge(layer: AdaptedLinear) -> None:
+    name = _matrix_of(layer.base).weight
+    merged, weight = _merged(layer), getattr(layer.base, name)
     if is_sharded(weight):  # the parameters of FSDP2 must stay
         set_values(weight, merged)
         return
     is_parameter = isinstance(weight, nn.Parameter)
-    setattr(layer.base, matrix.weight, nn.Parameter(merged, weight.requires_grad) if is_parameter else merged)
+    setattr(layer.base, name, nn.Parameter(merged, weight.requires_grad) if is_parameter else merged)

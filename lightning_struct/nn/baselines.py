@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import checked, positive_size, require_real
 from lightning_struct.functional.structured.arguments import computing_dtype
 from lightning_struct.functional.structured.cost_model import (
     making_is_faster,
@@ -17,7 +17,7 @@ from lightning_struct.functional.structured.cost_model import (
 )
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix
 from lightning_struct.functional.structured.transforms import circulant_matmul, circulant_product
-from lightning_struct.nn.structured import Device, Dtype, StructuredLinear, positive_size
+from lightning_struct.nn.structured import Device, Dtype, StructuredLinear
 
 
 @dataclass(frozen=True)
@@ -216,12 +216,10 @@ def sparse_normal_(weight: Tensor, connections: int, std: float = 1.5) -> Tensor
         >>> (sparse_normal_(layer.weight, connections=15) != 0).sum(1).tolist()
         [15, 15, 15, 15, 15, 15, 15, 15, 15, 15]
     """
-    if weight.ndim != 2:
-        raise ValueError(f"weight must be (out_features, in_features), but has shape {tuple(weight.shape)}")
-    if connections < 1:
-        raise ValueError(f"connections must be at least 1, but is {connections}")
-    if not std > 0:
-        raise ValueError(f"std must be positive, but is {std}")
+    require_real(2, weight=weight)
+    positive_size("connections", connections)
+    if not 0 < std < math.inf:
+        raise ValueError(f"std must be positive and finite, but is {std}")
     in_features = weight.shape[1]
     zeros = max(in_features - connections, 0)
     # sparse_ zeroes ceil(sparsity * rows) entries of each column: half an entry below the count is safe from rounding

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import checked, positive_size
 from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.functional.structured.cost_model import (
     LARGEST_MATRIX,
@@ -31,7 +31,7 @@ from lightning_struct.functional.structured.transforms import (
     vandermonde_like_to_dense,
 )
 from lightning_struct.nn.approximation import stein_residual, truncated_factors
-from lightning_struct.nn.structured import Device, Dtype, StructuredLinear, positive_size
+from lightning_struct.nn.structured import Device, Dtype, StructuredLinear
 from lightning_struct.nn.torch_modules import HALF_PRECISION, restore_precision
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_struct.functional.checks import checked, warn
+from lightning_struct.functional.checks import checked, positive_size, warn
 from lightning_struct.functional.torch_tools import in_eval_mode
 from lightning_struct.nn.channels import CONVOLUTIONS, why_not_patches, why_not_pointwise
 from lightning_struct.nn.replace import (
@@ -22,7 +22,7 @@ from lightning_struct.nn.replace import (
 )
 from lightning_struct.nn.report import note_left, reasons_as_text
 from lightning_struct.nn.selection import Model, Selection, Selector
-from lightning_struct.nn.structured import Device, Dtype, StructuredLinear, positive_size
+from lightning_struct.nn.structured import Device, Dtype, StructuredLinear
 from lightning_struct.nn.torch_modules import is_traced, take_hooks, whole_call
 
 _MANY_BLOCKS = 10_000

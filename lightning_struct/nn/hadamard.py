@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import checked, positive_size
 from lightning_struct.functional.structured.arguments import computing_dtype, require_one_of
 from lightning_struct.functional.structured.cost_model import making_is_faster, prepared_matrix_is_faster
 from lightning_struct.functional.structured.transforms import hadamard_transform
 from lightning_struct.nn.classic import Init
-from lightning_struct.nn.structured import Device, Dtype, StructuredLinear, positive_size
+from lightning_struct.nn.structured import Device, Dtype, StructuredLinear
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import checked, positive_size
 from lightning_struct.functional.structured.cost_model import LARGEST_PREPARED_MATRIX
 from lightning_struct.functional.structured.monarch import MonarchFactors, monarch_to_dense, nearest_monarch
-from lightning_struct.nn.structured import Device, Dtype, StructuredLinear, positive_size
+from lightning_struct.nn.structured import Device, Dtype, StructuredLinear
 
 
 class Monarch(StructuredLinear):

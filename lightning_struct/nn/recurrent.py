@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_struct.functional.checks import check_dense, checked, is_real
+from lightning_struct.functional.checks import check_dense, checked, is_real, positive_size
 from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.nn.replace import LayerFactory, check_makes_layers, is_from_linear
-from lightning_struct.nn.structured import Device, Dtype, positive_size
+from lightning_struct.nn.structured import Device, Dtype
 from lightning_struct.nn.torch_modules import is_traced, whole_call
 
 Gates = Literal["separate", "joint"]

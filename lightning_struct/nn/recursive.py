@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import all_gather_unequal, world_size
-from lightning_struct.functional.checks import check_dense, is_integer, is_real
+from lightning_struct.functional.checks import check_dense, checked, is_integer, is_real
 from lightning_struct.functional.curvature.weighted_ridge import WeightedRidge
 
 _FLOATS = torch.float32, torch.float64
@@ -58,6 +58,7 @@ class RecursiveLinear(nn.Linear):
         tensor([7.])
     """
 
+    @checked
     def __init__(
         self,
         in_features: int,
@@ -67,7 +68,7 @@ class RecursiveLinear(nn.Linear):
         forgetting: float = 1.0,
         half_life: float | None = None,
         regularization: float = 1.0,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         if half_life is not None:

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import checked, positive_size
 from lightning_struct.functional.layers.registry import hidden_layers
 from lightning_struct.nn.attention import why_not_called
 from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, why_not_linear, why_not_pointwise
@@ -162,6 +162,8 @@ def jacobian_norms(layer: StructuredLinear | nn.Linear, iterations: int = 20) ->
     """
     if isinstance(layer, nn.Linear):
         return {"weight": 1.0} if layer.weight.requires_grad else {}
+    positive_size("iterations", iterations)
+    layer.check_values()
     weights = ((name, getattr(layer, name)) for name in layer.weight_names)
     trained = {name: weight for name, weight in weights if weight is not None and weight.requires_grad}
     norms = {}

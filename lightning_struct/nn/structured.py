@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.checks import NotFinite, check_dense, is_integer, warn
+from lightning_struct.functional.checks import NotFinite, check_dense, checked, is_integer, positive_size, warn
 from lightning_struct.functional.structured.prepared import PreparedMatrix, affine, prepare_dense
 from lightning_struct.nn.approximation import best_factor, refine_, relative_error
 from lightning_struct.nn.prepared import Form, PreparedForms, changes_unseen
@@ -79,14 +79,13 @@ class StructuredLinear(nn.Module):
     bias: nn.Parameter | None
     _prepared: PreparedForms | None = None
 
+    @checked
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Device = None, dtype: Dtype = None
     ) -> None:
         super().__init__()
         self.in_features = positive_size("in_features", in_features)
         self.out_features = positive_size("out_features", out_features)
-        if not isinstance(bias, bool):
-            raise TypeError(f"bias must be True or False, but is {bias!r}")
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"{type(self).__name__} computes with real floating-point numbers, but dtype is {dtype}")
         self.register_parameter("bias", None)
@@ -115,7 +114,7 @@ class StructuredLinear(nn.Module):
             A layer with ``approximation_error``, on the device, in the dtype and in the mode of ``linear``.
 
         Raises:
-            TypeError: W is complex.
+            TypeError: ``linear`` is no layer with a weight, or W is complex, sparse or quantised.
             ValueError: W has NaN or infinite entries, or none, on the meta device; or it is no matrix; or ``refine`` is
                 negative.
 
@@ -128,7 +127,11 @@ class StructuredLinear(nn.Module):
         """
         if refine is not None and (not is_integer(refine) or refine < 0):
             raise ValueError(f"refine must be an integer that is not negative, or None, but is {refine!r}")
-        weight, name = linear.weight.detach(), cls.__name__
+        name = cls.__name__
+        if not isinstance(linear, nn.Module) or not isinstance(getattr(linear, "weight", None), Tensor):
+            raise TypeError(f"{name}.from_linear takes an nn.Linear, but linear is {linear!r:.80}")
+        weight = linear.weight.detach()
+        check_dense(f"the weight of {linear}", weight)
         if weight.is_complex():
             raise TypeError(f"the weight of {linear} is complex: {name}.from_linear takes real ones")
         if weight.dim() != 2:
@@ -196,6 +199,8 @@ class StructuredLinear(nn.Module):
         if is_traced(input):
             return whole_call(self, input)
         check_dense("the input of a structured layer", input)
+        if input.is_meta and not self._reference.is_meta:
+            raise TypeError("the input is on the meta device, without numbers, and the layer is not")
         if not torch.compiler.is_compiling() and self._prepared is not None:
             matrix = self._prepared_for(self._prepared, input)
             if matrix is not None:
@@ -375,6 +380,8 @@ class StructuredLinear(nn.Module):
             ValueError: a parameter or a buffer is so; it is named.
         """
         for name, tensor in self._weights().items():
+            if tensor.is_meta:
+                raise ValueError(f"parameter {name!r} of {self} is on the meta device: load the weights first")
             if not bool(tensor.detach().isfinite().all()):  # detached: nothing is saved for a backward pass
                 raise NotFinite(
                     f"parameter {name!r} of {self} has NaN or infinite entries: training has diverged (lower the "
@@ -389,14 +396,3 @@ class StructuredLinear(nn.Module):
                     "the buffers rounds integers down. Leave them out (EMAWeightAveraging(use_buffers=False), "
                     "AveragedModel(..., use_buffers=False)); averages and checkpoints so far have a wrong matrix"
                 )
-
-
-def positive_size(name: str, value: int) -> int:
-    """``value`` as an int, if it is a positive integer: also one of NumPy, as the number of actions in an environment.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not is_integer(value) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, but is {value!r}")
-    return int(value)

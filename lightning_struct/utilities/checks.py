@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from lightning_struct.functional.checks import is_integer, is_real
+from lightning_struct.functional.checks import is_integer
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 EXTRA_OF = {**dict.fromkeys(("jsonargparse", "matplotlib", "rich", "torchvision"), "recipes"), "torchtext": "text"}
@@ -53,7 +53,10 @@ def check_positive(**numbers: int | None) -> None:
     Example:
         >>> check_positive(batch_size=8, train_size=None)
     """
-    check_counts(**{name: number for name, number in numbers.items() if number is not None})
+    for name, number in numbers.items():
+        if number is not None:
+            check_counts(**{name: number})
+            check(name, number, number < 2**31, "below 2³¹")
 
 
 def is_count(value: object, least: float = 1) -> bool:
@@ -64,16 +67,6 @@ def is_count(value: object, least: float = 1) -> bool:
         [True, False, False, False, False, False]
     """
     return is_integer(value) and int(value) >= least  # type: ignore[call-overload]
-
-
-def is_number(value: object) -> bool:
-    """Whether a value is a real number; NaN, True and False are none.
-
-    Example:
-        >>> [is_number(value) for value in (3, 0.5, math.inf, math.nan, True, "3", None)]
-        [True, True, True, False, False, False, False]
-    """
-    return is_real(value) and not math.isnan(value)  # type: ignore[arg-type]
 
 
 def known_length(sized: Any) -> int | None:

@@ -116,7 +116,7 @@ def test_a_draw_has_from_one_sample_to_all(dataset, size):
 )
 def test_a_refused_size_leaves_the_old_one(dataset, size, error):
     draws = IndependentDraws(dataset, 6, 3)
-    with pytest.raises(error, match="from 1 to the 20 samples of the data set|interpreted as an integer"):
+    with pytest.raises(error, match="from 1 to the 20 samples of the data set|must be a whole number"):
         draws.batch_size = size
     assert draws.batch_size == 6
 

@@ -549,6 +549,18 @@ def test_parametrized_weight_is_adapted_and_merged_without_its_parametrization()
 
 
 @pytest.mark.parametrize("model", [nn.Linear(8, 8), nn.MultiheadAttention(8, 2)], ids=["linear", "attention"])
+def test_a_sum_beyond_the_range_of_the_weight_is_not_merged(model):
+    adapted = add_adapters(copy.deepcopy(model).half(), LowRank, scale=1.0)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            parameter.fill_(300.0)
+    before = {name: p.clone() for name, p in adapted.named_parameters()}
+    with pytest.raises(ValueError, match="with its adapter added is not finite"):
+        merge_adapters(adapted)
+    assert all(torch.equal(p, before[name]) for name, p in adapted.named_parameters())
+
+
+@pytest.mark.parametrize("model", [nn.Linear(8, 8), nn.MultiheadAttention(8, 2)], ids=["linear", "attention"])
 def test_adapters_that_are_not_finite_are_not_merged(model):
     adapted = add_adapters(copy.deepcopy(model), LowRank)
     before = {name: p.clone() for name, p in adapted.named_parameters()}

@@ -18,8 +18,9 @@ from lightning_struct.callbacks.growing_batch_size.stationarity import window_le
 from lightning_struct.callbacks.runs import Run
 from lightning_struct.callbacks.validation import DueValidation, MonitoredValue
 from lightning_struct.collective import broadcast_numbers, world_size
+from lightning_struct.functional.checks import is_real
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.checks import check, check_positive, is_number
+from lightning_struct.utilities.checks import check, check_positive
 from lightning_struct.utilities.distributed import compare_batches
 from lightning_struct.utilities.lightning_internals import skips_backward, trained_on
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
@@ -151,9 +152,9 @@ class GrowingBatchSize(Callback):
         check_positive(max_batch_size=max_batch_size)
         if max_device_batch_size != "auto":
             check_positive(max_device_batch_size=max_device_batch_size)
-        check("theta", theta, theta is None or (is_number(theta) and theta > 0), "a number > 0, or None")
+        check("theta", theta, theta is None or (is_real(theta) and theta > 0), "a number > 0, or None")
         check("scale_lr", scale_lr, scale_lr in (None, "sqrt", "linear"), "'sqrt', 'linear', or None")
-        share = is_number(max_overhead) and 0 < max_overhead <= 1
+        share = is_real(max_overhead) and 0 < max_overhead <= 1
         check("max_overhead", max_overhead, share, "a share of the time, in (0, 1]")
         is_rule = validation is None or isinstance(validation, rules.ValidationRule)
         check("validation", validation, is_rule, "a ValidationRule, or None")

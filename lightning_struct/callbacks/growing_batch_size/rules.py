@@ -11,8 +11,9 @@ from decimal import Decimal
 from itertools import pairwise
 
 from lightning_struct.callbacks.growing_batch_size.noise import GradientStatistics
+from lightning_struct.functional.checks import is_real
 from lightning_struct.functional.layers.gradient_norms import required_batch_size
-from lightning_struct.utilities.checks import check, is_count, is_number
+from lightning_struct.utilities.checks import check, is_count
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 # Steps after which a size is looked up again in any case.
@@ -57,9 +58,9 @@ class ValidationRule:
     def __post_init__(self) -> None:
         named = self.monitor is None or (isinstance(self.monitor, str) and self.monitor != "")
         check("monitor", self.monitor, named, "the name of a metric, or None")
-        is_finite = is_number(self.threshold) and abs(self.threshold) < math.inf
+        is_finite = is_real(self.threshold) and abs(self.threshold) < math.inf
         check("threshold", self.threshold, is_finite, "a finite number")
-        grows = is_number(self.growth) and 1 <= self.growth < math.inf
+        grows = is_real(self.growth) and 1 <= self.growth < math.inf
         check("growth", self.growth, grows, "a finite number >= 1")
         check("window", self.window, is_count(self.window), "a whole number >= 1")
 

@@ -110,4 +110,4 @@ def fisher_scaling(diagonal: Tensor, damping: float) -> Tensor:
         tensor([1.0000, 0.3536])
     """
     require_real(diagonal=diagonal)
-    return (diagonal + damping * damping).pow_(-0.375)
+    return (diagonal + float(damping) ** 2).pow_(-0.375)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import checked, require_real
 
 # Waves of a periodic coordinate that a network sees.
 _HARMONICS = 4
@@ -273,6 +273,7 @@ def _through_tanh_network(
 def _check_coordinates(points: Tensor, **given: Sequence[int]) -> None:
     if points.ndim != 2:
         raise ValueError(f"points are (n, d), but these are {tuple(points.shape)}: give (n, 1), as points[:, None]")
+    require_real(points=points)
     d = points.shape[1]
     for name, coordinates in given.items():
         if isinstance(coordinates, int):

@@ -22,7 +22,7 @@ from lightning_struct.functional.checks import checked
 from lightning_struct.functional.jacobian.layer_chain import record_layer_chain
 from lightning_struct.functional.jacobian.layer_derivatives import layer_derivatives
 from lightning_struct.functional.jacobian.linearization import Linearization, Parameters
-from lightning_struct.functional.layers.calls import rows_of_arguments, tensors_in
+from lightning_struct.functional.layers.calls import refuse_other_dtypes, rows_of_arguments, tensors_in
 from lightning_struct.functional.layers.per_sample.contributions import sample_chunks
 from lightning_struct.functional.layers.registry import coupling_layer
 from lightning_struct.functional.randomness import random_state, restored_random_state
@@ -201,6 +201,16 @@ def linearize(
             listed = ", ".join(unknown)
             raise ValueError(f"{type(function).__name__} has no {listed}: params are named as by named_parameters()")
     params = {name: p.detach() for name, p in params.items()}
+    try:
+        return _linearized(function, params, args, backend, chunk_size)
+    except RuntimeError as error:
+        refuse_other_dtypes(args, params, error)
+        raise
+
+
+def _linearized(
+    function: Function, params: Parameters, args: tuple[Any, ...], backend: str | None, chunk_size: int | None
+) -> Linearization:
     if chunk_size is not None:
         return _Chunked(function, params, args, backend, chunk_size)
     if backend in (None, "layer_rules"):

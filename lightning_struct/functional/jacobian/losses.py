@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_struct.functional.checks import checked, is_integer
+from lightning_struct.functional.checks import check_dense, checked, require_real
 from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
 from lightning_struct.functional.randomness import random_signs
 from lightning_struct.functional.residuals.residuals import LeastSquares
@@ -50,11 +50,11 @@ class SquaredError:
         return 0.5 * inner(residual, residual) / outputs.shape[0]
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        _refuse(outputs, targets)
         if outputs.shape != targets.shape:
             shapes = f"outputs are {tuple(outputs.shape)} but targets {tuple(targets.shape)}"
             raise ValueError(f"{shapes}: they must be alike{_of_one_output(outputs, targets)}")
         if not targets.is_floating_point():
-            _refuse_complex(targets)
             raise TypeError(
                 f"the squared error is of real numbers, and targets are {targets.dtype}: give targets.float(), or "
                 "loss='cross_entropy' if they are labels"
@@ -93,8 +93,6 @@ class CrossEntropy:
 
     @checked
     def __init__(self, ignore_index: int = -100) -> None:
-        if not is_integer(ignore_index):
-            raise TypeError(f"ignore_index must be a class index, but is {ignore_index!r}")
         self.ignore_index = ignore_index
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -147,7 +145,7 @@ class CrossEntropy:
         return share.reshape(*targets.shape, 1)
 
     def _check(self, outputs: Tensor, targets: Tensor) -> None:
-        _refuse_complex(targets)
+        _refuse(outputs, targets)
         expected = outputs.shape if targets.is_floating_point() else outputs.shape[:-1]
         if outputs.ndim < 2 or targets.shape != expected:
             remedy = ""
@@ -209,7 +207,7 @@ class BinaryCrossEntropy:
 
     @staticmethod
     def _check(outputs: Tensor, targets: Tensor) -> None:
-        _refuse_complex(targets)
+        _refuse(outputs, targets)
         if outputs.shape != targets.shape:
             shapes = f"got {tuple(outputs.shape)} and {tuple(targets.shape)}{_of_one_output(outputs, targets)}"
             raise ValueError(f"binary cross-entropy needs targets like the logits; {shapes}")
@@ -236,7 +234,15 @@ def _range(targets: Tensor, values: Tensor, seen_as: int | torch.dtype) -> tuple
     return _ranges[targets][1]
 
 
-def _refuse_complex(targets: Tensor) -> None:
+def _refuse(outputs: Tensor, targets: Tensor) -> None:
+    """Refuse what no loss takes: other things than tensors, outputs that are not real or of no sample."""
+    check_dense("outputs", outputs)
+    check_dense("targets", targets)
+    require_real(outputs=outputs)
+    if outputs.is_meta is not targets.is_meta:
+        raise TypeError("one of outputs and targets is on the meta device, without numbers, and the other is not")
+    if outputs.ndim == 0 or not len(outputs):
+        raise ValueError(f"a loss is a mean over samples: outputs must be (n, ...), got {tuple(outputs.shape)}")
     if targets.is_complex():
         raise TypeError(
             f"targets are {targets.dtype}, but losses are of real numbers: give torch.view_as_real(targets)"

@@ -163,3 +163,12 @@ def _graphs(value: Any) -> Iterator[tuple[Tensor, Tensor]]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _graphs(item)
+
+
+def refuse_other_dtypes(inputs: Any, weights: Mapping[str, Tensor], error: RuntimeError) -> None:
+    """Raise TypeError if inputs and weights have different dtypes, as torch's error of a layer does not name them."""
+    of_inputs = {tensor.dtype for tensor in tensors_in(inputs)}
+    of_weights = {weight.dtype for weight in weights.values()}
+    if "dtype" in str(error) or "type" in str(error):
+        taken, has = (", ".join(sorted(map(str, dtypes))) for dtypes in (of_inputs, of_weights))
+        raise TypeError(f"the module cannot take inputs of {taken} with weights of {has}: convert one") from error

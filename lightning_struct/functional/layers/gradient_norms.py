@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_struct.functional.checks import checked, require_real
+from lightning_struct.functional.checks import check_dense, checked, require_real
 from lightning_struct.functional.layers.per_sample.recorder import GradientNormRecorder
 
 
@@ -94,7 +94,8 @@ def gradient_variance(squared_norms: Tensor, mean_gradient_squared_norm: float |
         >>> gradient_variance(gradients.square().sum(1), gradients.mean(0).square().sum().item())
         2.0
     """
-    require_real(squared_norms=squared_norms)
+    require_real(1, squared_norms=squared_norms)
+    check_dense("squared_norms", squared_norms, has_numbers=True)
     total = squared_norms.sum(dtype=torch.float64).item()
     return variance_from_sums(total, squared_norms.shape[0], float(mean_gradient_squared_norm))
 

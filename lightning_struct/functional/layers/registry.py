@@ -183,7 +183,8 @@ def as_linear(layer: nn.Module) -> nn.Linear:
     kind = kind_of(layer)
     if isinstance(layer, nn.Linear) and (kind is None or not kind.declared):
         return layer
-    assert kind is not None and kind.is_affine
+    if kind is None or not kind.is_affine:
+        raise TypeError(f"the layer must compute as nn.Linear does (register_layer can declare so), got {layer!r:.80}")
     (matrix,) = kind.matrices(layer)
     weight = getattr(layer, matrix.weight)
     bias = None if matrix.bias is None else getattr(layer, matrix.bias)

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import checked, require_real
 from lightning_struct.functional.vectors import inner
 
 _BLOCKS = 8  # of rows of a Gram matrix
@@ -96,6 +96,7 @@ class DenseJacobian(Jacobian):
 
     @checked
     def __init__(self, matrix: Tensor) -> None:
+        require_real(2, matrix=matrix)
         self._matrix, self.dtype = matrix, matrix.dtype
         self.shape = (matrix.shape[0], matrix.shape[1])
 

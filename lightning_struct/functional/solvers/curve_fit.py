@@ -126,8 +126,11 @@ def curve_fit(
         True
     """
     x, y = as_tensor("x", x), _real("y", y)
+    x, y = (value.to(torch.promote_types(x.dtype, y.dtype)) for value in (x, y)) if x.is_floating_point() else (x, y)
     p0 = _real("p0", p0).to(y)
     batch, N = p0.shape[:-1], y.shape[-1] if y.dim() else 0
+    if y.dtype.itemsize < 4 or not p0.numel():
+        raise ValueError(f"y must be in float32 or float64, and p0 have parameters, got {y.dtype} and {_shape(p0)}")
     if not p0.dim() or y.shape not in (batch + (N,), (N,)) or not N:
         raise ValueError(f"y must be (N,) or p0's leading dimensions and N, but y is {_shape(y)} and p0 {_shape(p0)}")
     if N < p0.shape[-1]:
@@ -198,6 +201,8 @@ def levenberg_marquardt(
                 [1., 1.]], dtype=torch.float64)
     """
     parameters, batch = _real("parameters", parameters), parameters.shape[:-1]
+    if not parameters.dim() or parameters.dtype.itemsize < 4:
+        raise ValueError(f"parameters must be (..., P) in float32 or float64, but are {_shape(parameters)}")
     for number, of_data in enumerate(data):
         as_tensor(f"data {number}", of_data)
         if of_data.shape[: len(batch)] != batch:

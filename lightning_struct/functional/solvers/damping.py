@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import Measured, checked
 
 # A larger λ than this changes nothing: its square is beyond the range in which float32 adds a curvature to it. Without
 # a bound λ grows at each step of a run that has converged, until it overflows.
@@ -16,7 +16,7 @@ _SHORTEST_STEP, _SLOWER = 0.1, 0.2
 @checked
 def reduction_ratio_rule(
     damping: float,
-    reduction_ratio: float,
+    reduction_ratio: Measured,
     *,
     drop: float = 0.99,
     lower: float = 0.25,

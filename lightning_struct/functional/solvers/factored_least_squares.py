@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import checked, require_real
+from lightning_struct.functional.checks import NotFinite, check_dense, checked, require_real
 from lightning_struct.functional.randomness import normal_numbers
 from lightning_struct.functional.residuals.jacobians import DenseJacobian, Jacobian, lower_gram
 
@@ -62,6 +62,9 @@ class FactoredLeastSquares(_AllDampings):
     @checked
     def __init__(self, jacobian: Tensor) -> None:
         require_real(2, jacobian=jacobian)
+        check_dense("jacobian", jacobian, has_numbers=True)
+        if not jacobian.numel() or jacobian.dtype.itemsize < 4 or not bool(jacobian.isfinite().all()):
+            raise NotFinite("jacobian must have finite entries, in float32 or float64")
         self.jacobian = jacobian
         self._tall = jacobian.shape[0] >= jacobian.shape[1]
         longer = jacobian if self._tall else jacobian.mT
@@ -129,6 +132,7 @@ class GramLeastSquares(_AllDampings):
     ) -> None:
         if isinstance(jacobian, Tensor):
             require_real(2, jacobian=jacobian)
+            check_dense("jacobian", jacobian, has_numbers=True)
         self.jacobian = DenseJacobian(jacobian) if isinstance(jacobian, Tensor) else jacobian
         self._tall = (self.jacobian.shape[0] if rows is None else rows) >= self.jacobian.shape[1]
         self._all_reduce, self._all_gather = all_reduce, all_gather

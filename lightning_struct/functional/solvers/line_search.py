@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import Measured, checked
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def armijo(
     alpha: float = 1e-4,
     shrink: float = 0.5,
     max_backtracks: int = 30,
-    first_value: float | None = None,
+    first_value: Measured | None = None,
 ) -> LineSearchResult:
     """Backtrack from s = 1 until function(s) <= value + alpha s slope (Armijo; Algorithm 1 of the SHF paper).
 

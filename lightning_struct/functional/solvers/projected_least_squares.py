@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import checked, require_real
+from lightning_struct.functional.checks import check_dense, checked, require_real
 from lightning_struct.functional.vectors import float32_holds, inner, root
 
 _CHECK_EVERY = 10
@@ -64,6 +64,11 @@ class ProjectedLeastSquares:
         gradient: Tensor | None = None,
     ) -> None:
         require_real(1, b=b)
+        check_dense("b", b, has_numbers=True)
+        if gradient is not None:
+            require_real(1, gradient=gradient)
+        if steps < 0:
+            raise ValueError(f"steps must not be negative, but is {steps}")
         product = rmatvec(b) if gradient is None else -gradient
         self.gradient = -product if gradient is None else gradient
         self._left, self._right = _Basis(b, steps + 1, all_reduce), _Basis(product, steps + 1, lambda tensor: tensor)

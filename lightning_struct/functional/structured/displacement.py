@@ -16,7 +16,7 @@ those of equation (2). The Toeplitz-like matrices are equation (2) with A = Z_1 
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import check_dense, checked
 from lightning_struct.functional.structured import arguments
 from lightning_struct.functional.structured.operators import (
     BelowDiagonal,
@@ -123,6 +123,9 @@ def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method
     if method not in ("auto", "krylov"):
         raise ValueError(f'method must be "auto" or "krylov" for these operators, got {method!r}')
     columns_of_a, columns_of_b = _krylov_rows(a, b_transposed, G, H)
+    if x.is_complex():
+        dtype = columns_of_a.dtype.to_complex()
+        columns_of_a, columns_of_b = columns_of_a.to(dtype), columns_of_b.to(dtype)
     return _rounded(krylov_product(columns_of_a, columns_of_b, x.to(columns_of_a.dtype)), G, H, x)  # equation (2)
 
 
@@ -177,8 +180,9 @@ def displacement_rank(M: Tensor, a: Operator, b: Operator, rtol: float | None = 
         >>> displacement_rank(toeplitz, ShiftOperator(3, 1.0), ShiftOperator(3, -1.0))
         2
     """
-    if not (M.is_floating_point() or M.is_complex()):
-        raise TypeError(f"M must be a floating-point matrix, got {M.dtype}")
+    check_dense("M", M, has_numbers=True)
+    if not (M.is_floating_point() or M.is_complex()) or M.dtype.itemsize < 4:
+        raise TypeError(f"M must be a matrix in float32, float64 or complex numbers, got {M.dtype}")
     if not M.isfinite().all():
         raise ValueError("M is not finite: it has no rank")
     displacement = sylvester_displacement(M, a, b)

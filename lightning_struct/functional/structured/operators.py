@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import check_dense, checked
 from lightning_struct.functional.structured.cost_model import factors_are_faster
 
 
@@ -262,6 +262,7 @@ def _require_tensor(name: str, tensor: Tensor, ndim: int) -> None:
     if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
         got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} must be a floating-point tensor, got {got}")
+    check_dense(name, tensor)
     if tensor.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimension{'s' * (ndim != 1)}, got shape {tuple(tensor.shape)}")
 

@@ -199,6 +199,16 @@ def check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> No
             f"SHF needs dense gradients, and those of {', '.join(sparse)} are sparse: make it with sparse=False, or "
             "freeze it"
         )
+    rescaled = [
+        name or type(part).__name__
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None and part.weight.requires_grad
+    ]
+    if rescaled:
+        raise ValueError(
+            f"SHF compares losses of the same weights, and the forward of {', '.join(rescaled)} rescales its own: make "
+            "it without max_norm, and rescale the weight between steps, as by torch.renorm; or freeze it"
+        )
     refuse_distributed_tensors(named, "the factors and the Jacobian products need")
     if numbers := [name for name, p in named.items() if p.is_complex()]:
         raise ValueError(

@@ -19,7 +19,7 @@ from lightning_struct.optim.shf.diagnostics import check_parameters
 from lightning_struct.optim.shf.outputs.steps import OutputSteps
 from lightning_struct.optim.shf.report import StepReport
 from lightning_struct.optim.shf.residuals.steps import ResidualSteps
-from lightning_struct.optim.shf.samples import Batches
+from lightning_struct.optim.shf.samples import Batches, refuse_unlike_batches
 from lightning_struct.optim.shf.settings import (
     CG,
     LSMR,
@@ -174,7 +174,7 @@ class SHF(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, closure: Callable[[], Any] | None = None, *, inputs: Any = None, targets: Tensor | None = None
+        self, closure: Callable[[], Any] | None = None, *unnamed: Any, inputs: Any = None, targets: Tensor | None = None
     ) -> StepReport:
         """One iteration of Algorithm 1 on a batch.
 
@@ -203,16 +203,17 @@ class SHF(torch.optim.Optimizer):
                 "outside of it (torch.no_grad() does no harm)"
             )
         if torch.compiler.is_compiling():  # to trace all that a step does takes a minute, and gains nothing
-            return torch.compiler.disable(self.step)(closure, inputs=inputs, targets=targets)
+            return torch.compiler.disable(self.step)(closure, *unnamed, inputs=inputs, targets=targets)
+        if unnamed or not (closure is None or callable(closure)):
+            raise TypeError(
+                "SHF.step takes the batch by name, step(inputs=x, targets=y); the argument without a name is a "
+                f"closure, got {', '.join(type(value).__name__ for value in (closure, *unnamed))}"
+            )
         if closure is not None:
-            if not callable(closure):
-                raise TypeError(
-                    "SHF.step takes the batch by name, step(inputs=..., targets=...); the argument without a name is a "
-                    f"closure, got {type(closure).__name__}"
-                )
             with torch.enable_grad():
                 closure()
         self._check_trained()
+        refuse_unlike_batches(inputs, targets, self.param_groups[0]["params"][0].device)
         now, steps = self._now, self._steps
         # Algorithm 1 on a batch that the caller has drawn; λ, γ and maxiter are in the parameter group
         model = steps.linearize(now, inputs, targets)  # A and b at w (Algorithms 4 and 5), ∇f, ‖Var‖₁ (section 4.3)
@@ -373,7 +374,7 @@ class SHF(torch.optim.Optimizer):
         """
         if self.param_groups:
             raise ValueError("SHF trains all parameters of the module in one group; freeze those that shall stay")
-        super().add_param_group(param_group)
+        super().add_param_group(_Group(param_group))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state: the values of the parameter group, and the memory of the next step.
@@ -383,6 +384,7 @@ class SHF(torch.optim.Optimizer):
         """
         check_state(state_dict, self.defaults, sum(p.numel() for p in self.param_groups[0]["params"]))
         super().load_state_dict(state_dict)
+        self.param_groups[:] = map(_Group, self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
         return state_without_hooks(self)
@@ -405,6 +407,18 @@ class SHF(torch.optim.Optimizer):
     @property
     def _now(self) -> StepState:
         return StepState(self.state, self.param_groups[0], self._names, self.settings.seed)
+
+
+class _Group(dict[str, Any]):
+    """The parameter group, which refuses schedulers of a learning rate."""
+
+    def __missing__(self, name: str) -> Any:
+        if name in ("lr", "initial_lr"):
+            raise ValueError(
+                "SHF has no learning rate for a scheduler: its line search chooses the length of each step, and the "
+                "damping its size. Leave the scheduler out"
+            )
+        raise KeyError(name)
 
 
 def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_struct.collective import all_gather_rows, rank, world_size
+from lightning_struct.collective import all_gather_rows, gather_numbers, rank, world_size
 from lightning_struct.functional.checks import NotFinite, check_dense
 from lightning_struct.functional.layers.calls import rows_of_arguments, tensors_in
 
@@ -35,6 +35,34 @@ def checks_before_forward(device: torch.device) -> bool:
 def refusal_of_batch(where: str = "") -> NotFinite:
     """The error of a batch with NaN or infinity; ``where`` names the process."""
     return NotFinite(f"the batch holds NaN or infinity{where}; the weights are unchanged. Clean the data")
+
+
+def refuse_unlike_batches(inputs: Any, targets: Any, device: torch.device) -> None:
+    """Raise on all processes if one has no inputs or no targets, or a table of another width than the others.
+
+    Without it that process alone raises, and the others wait for it until the connection is closed.
+
+    Raises:
+        ValueError: one has; it names the rank.
+    """
+    if world_size() == 1:
+        return
+    batch = {"inputs": inputs, "targets": targets}
+    first, *others = gather_numbers([_width(value) for value in batch.values()], device)
+    for r, other in enumerate(others, start=1):
+        for name, *widths in zip(batch, first, other, strict=True):
+            if widths[0] != widths[1]:
+                has = [f"{width} columns" if width > 0 else "none" if width < 0 else "others" for width in widths]
+                raise ValueError(
+                    f"the {name} of the processes are unlike: {has[0]} on rank 0, {has[1]} on rank {r}. All processes "
+                    "need samples of one kind; the weights are unchanged"
+                )
+
+
+def _width(value: Any) -> int:
+    """The columns of a table of real numbers, 0 for other values, -1 for none."""
+    is_table = isinstance(value, Tensor) and value.ndim == 2 and value.is_floating_point()
+    return value.shape[1] if is_table else -1 if value is None else 0
 
 
 class FlatWeights:
@@ -179,15 +207,6 @@ def check_data(inputs: tuple[Any, ...], targets: Tensor | None) -> None:
     for name, value in (("inputs", inputs), ("targets", targets)):
         for tensor in tensors_in(value):
             check_dense(f"every tensor in {name}", tensor, has_numbers=True)
-
-
-def refuse_other_dtypes(inputs: Any, weights: Mapping[str, Tensor], error: RuntimeError) -> None:
-    """Raise TypeError if inputs and weights have different dtypes, as torch's error of a layer does not name them."""
-    of_inputs = {tensor.dtype for tensor in tensors_in(inputs)}
-    of_weights = {weight.dtype for weight in weights.values()}
-    if "dtype" in str(error) or "type" in str(error):
-        taken, has = (", ".join(sorted(map(str, dtypes))) for dtypes in (of_inputs, of_weights))
-        raise TypeError(f"the module cannot take inputs of {taken} with weights of {has}: convert one") from error
 
 
 def check_arguments(module: nn.Module, args: tuple[Any, ...], remedy: str = "") -> None:

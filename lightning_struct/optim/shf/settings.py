@@ -26,7 +26,8 @@ _LARGEST_WARM_START = 0.95
 
 def is_damping(value: Any) -> bool:
     """Whether a value is a λ: finite and positive."""
-    return (is_real(value) or isinstance(value, Tensor)) and bool(0 < value < math.inf)
+    is_one = isinstance(value, Tensor) and value.dim() < 2 and value.numel() == 1
+    return (is_one or is_real(value)) and bool(0 < value < math.inf)
 
 
 def _is_positive(value: Any) -> bool:

@@ -158,7 +158,8 @@ def check_state(state_dict: Mapping[str, Any], options: Mapping[str, Any], weigh
     """
     check_optimizer_state(state_dict)
     groups = state_dict["param_groups"]
-    if len(groups) != 1 or not groups[0].keys() >= options.keys():
+    # torch adds "differentiable" to the options of an optimizer that has loaded a state
+    if len(groups) != 1 or not groups[0].keys() >= options.keys() - {"differentiable"}:
         raise ValueError(f"the state is of another optimizer than SHF. {WEIGHTS_ALONE}")
     direction = Memory.from_state(state_dict["state"]).direction
     if direction is not None and len(direction) != weights:

@@ -231,13 +231,13 @@ WRONG = {
     "p0 must hold numbers in one rectangular array": ({"p0": [1.0, "b"]}, TypeError),
     "bounds must be two": ({"bounds": (1.0,)}, ValueError),
     "bounds must be a Sequence": ({"bounds": 3}, TypeError),
-    "y must be a dense tensor that holds numbers": ({"y": Y.to("meta")}, TypeError),
+    "y is on the meta device": ({"y": Y.to("meta")}, TypeError),
     "sigma must be positive": ({"sigma": 0.0}, ValueError),
     "bounds must be lower ones below upper ones": ({"bounds": (1.0, 0.0)}, ValueError),
     "bounds exclude the first value 1 of parameter 0": ({"bounds": (2.0, 3.0)}, ValueError),
     "loss must be one of 'squared', .*, but is 'l1'": ({"loss": "l1"}, ValueError),
     "scale must be a positive number": ({"scale": 0.0}, ValueError),
-    "tolerance must be a positive number": ({"tolerance": math.nan}, ValueError),
+    "tolerance must be a real number": ({"tolerance": math.nan}, ValueError),
     "max_steps must be a positive integer": ({"max_steps": 0}, ValueError),
 }
 

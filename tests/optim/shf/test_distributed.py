@@ -156,7 +156,13 @@ def overflowing(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return data[0], data[1] * 1e200
 
 
-FAULTS = {"nan": with_nan, "empty": emptied, "overflow": overflowing}
+FAULTS = {
+    "nan": with_nan,
+    "empty": emptied,
+    "overflow": overflowing,
+    "none": lambda data: (None, data[1]),
+    "width": lambda data: (torch.cat(data, 1), data[1]),
+}
 
 
 def step_uncovered_on_one(rank: int) -> dict[str, Any]:
@@ -212,6 +218,8 @@ def test_steps_are_those_of_one_process_with_the_whole_batch_and_bitwise_alike(
         ("nan", "NaN or infinity on rank 1"),
         ("empty", "empty on rank 1"),
         ("overflow", "loss at the current weights is inf"),
+        ("none", "none on rank 1"),
+        ("width", "columns on rank 1"),
     ],
 )
 def test_a_fault_on_one_process_is_an_error_on_both_that_changes_nothing(

@@ -841,8 +841,29 @@ def test_batches_that_cannot_be_trained_on_are_refused_and_change_nothing(call: 
 
 
 def test_a_batch_without_names_is_told_how_to_be_passed() -> None:
-    with pytest.raises(TypeError, match=r"by name, step\(inputs=..., targets=...\); .* got Tensor"):
-        SHF(network(), "mse").step(INPUTS, targets=TARGETS)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"by name, step\(inputs=x, targets=y\); .* got Tensor, Tensor"):
+        SHF(network(), "mse").step(INPUTS, TARGETS)  # type: ignore[arg-type]
+
+
+def test_a_scheduler_is_told_that_there_is_no_learning_rate() -> None:
+    optimizer = SHF(network(), "mse")
+    optimizer.step(inputs=INPUTS, targets=TARGETS)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="SHF has no learning rate"):
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_wrapper_that_passes_no_batch_on_is_told_to_step_the_optimizer_within() -> None:
+    class Prepared:  # as accelerate wraps an optimizer
+        def __init__(self, optimizer: SHF) -> None:
+            self.optimizer = optimizer
+
+        def step(self, closure: Callable[[], Any] | None = None) -> None:
+            self.optimizer.step(closure)
+
+    with pytest.raises(TypeError, match=r"accelerate .* prepared\.optimizer\.step\(inputs="):
+        Prepared(SHF(network(), "mse")).step()
 
 
 def layers(*made: nn.Module) -> nn.Module:
@@ -856,6 +877,10 @@ REFUSED_MODULES: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse gradients": (
         lambda: layers(nn.EmbeddingBag(5, 4, sparse=True)),
         "dense gradients, and those of 0 are sparse: .*sparse=False",
+    ),
+    "rescaled in the forward": (
+        lambda: layers(nn.EmbeddingBag(5, 4, max_norm=1.0)),
+        "the forward of 0 rescales its own: .*without max_norm",
     ),
     "scripted": (lambda: layers(torch.jit.script(nn.Linear(4, 4))), "0 is scripted or traced"),
     "lazy": (lambda: layers(nn.LazyLinear(4)), r"0\.weight, 0\.bias have no shape yet: call the module once"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_struct.collective import gather_numbers, rank
 from lightning_struct.functional.checks import warn
 from lightning_struct.functional.jacobian.losses import GaussNewtonLoss
-from lightning_struct.functional.layers.calls import rows_of_arguments
+from lightning_struct.functional.layers.calls import refuse_other_dtypes, rows_of_arguments
 from lightning_struct.functional.randomness import normal_numbers
 from lightning_struct.functional.solvers.damping import ScaledDamping, next_batch_rule
 from lightning_struct.functional.vectors import inner, root
@@ -25,7 +25,7 @@ from lightning_struct.optim.shf.outputs.preconditioner import (
 )
 from lightning_struct.optim.shf.outputs.solve import solve, update_along
 from lightning_struct.optim.shf.report import StepReport
-from lightning_struct.optim.shf.samples import Batches, arguments, check_arguments, refuse_other_dtypes
+from lightning_struct.optim.shf.samples import Batches, arguments, check_arguments
 from lightning_struct.optim.shf.settings import CG, Kronecker, NextBatch, Settings, name_of
 from lightning_struct.optim.shf.step_state import StepState
 from lightning_struct.optim.shf.steps import Steps, Update
@@ -112,7 +112,8 @@ class OutputSteps(Steps):
         if inputs is None or targets is None:
             raise TypeError(
                 "SHF.step needs the batch: step(inputs=..., targets=...). In Lightning put SHFOptimization before the "
-                "LightningModule: automatic optimization gives an optimizer no batch"
+                "LightningModule: automatic optimization gives an optimizer no batch. If accelerate has wrapped the "
+                "optimizer, step the one within: prepared.optimizer.step(inputs=..., targets=...)"
             )
         if not isinstance(targets, Tensor):
             raise TypeError(

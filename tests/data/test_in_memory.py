@@ -27,11 +27,6 @@ def small_curves(**arguments):
     return datamodule
 
 
-def test_batches_come_whole_from_an_ordinary_loader(dataset):
-    values, labels = next(iter(DataLoader(dataset, batch_size=4, collate_fn=keep_batch)))
-    assert values.tolist() == [[0], [1], [2], [3]] and labels.tolist() == [0, 1, 2, 3]
-
-
 def test_batches_come_whole_from_a_subset(dataset):
     (_, labels), *_ = DataLoader(Subset(dataset, [7, 8, 9]), batch_size=2, collate_fn=keep_batch)
     assert labels.tolist() == [7, 8]
@@ -126,11 +121,6 @@ def test_what_does_not_fill_a_batch_is_dropped_if_asked_for():
         return [len(images) for images, _ in small_mnist(batch_size=15, drop_last=drop_last).train_dataloader()]
 
     assert sizes(False) == [15, 15, 10] and sizes(True) == [15, 15]
-
-
-def test_an_epoch_without_a_whole_batch_is_refused():
-    with pytest.raises(MisconfigurationException, match="leaves nothing of 40 training samples for batch_size=41"):
-        small_mnist(batch_size=41, drop_last=True).train_dataloader()
 
 
 def test_passes_are_shuffled_anew_each_epoch():

@@ -91,17 +91,6 @@ def test_share_of_the_points_is_where_the_residual_is_large():
         assert asked == ([{"interior": 1000, "initial": 100}] if share else [])
 
 
-def test_points_in_proportion_to_the_residual():
-    def residuals(points):
-        return {block: at[:, 0] for block, at in points.items()}
-
-    draws = PointDraws(
-        {"interior": SQUARE}, {"interior": 4000}, draws_per_epoch=1, residual_share=0.9, residuals=residuals
-    )
-    # the density of x is 2x on nine tenths, of which the candidates, taken without replacement, give a little less
-    assert draws.draw(0)["interior"][:, 0].mean().item() == pytest.approx(0.9 * 2 / 3 + 0.1 / 2, abs=0.015)
-
-
 @pytest.mark.parametrize("value", [0.0, math.nan])
 def test_residuals_that_are_zero_everywhere_draw_evenly_and_nan_is_an_error_that_names_the_block(value):
     def residuals(points):
@@ -288,13 +277,6 @@ def test_a_process_that_made_no_step_evaluates_on_uniform_points():
     data = PointsDataModule(Poisson(), {"interior": 8, "boundary": 4}, residual_share=0.5)
     (points,) = data.evaluation_dataloader("train")
     assert {block: len(of_block) for block, of_block in points.items()} == {"interior": 8, "boundary": 4}
-
-
-def test_validation_points_draw_none_of_training():
-    data = PointsDataModule(Poisson(), {"interior": 8, "boundary": 4}, residual_share=0)
-    data.train_dataloader()
-    data.val_dataloader()
-    assert data.state_dict()["points"] == {}
 
 
 def test_processes_that_share_a_model_draw_the_same_points():

@@ -91,14 +91,6 @@ def test_what_is_told_at_any_time_is_true_if_nothing_changes_any_more(sizes, sam
         assert beyond == next(i for i, end in enumerate(sampler.ends, start=1) if end >= fraction * samples)
 
 
-@given(st.integers(2, 12), st.integers(1, 10), st.integers(1, 200))
-def test_growth_leaves_no_batch_over_that_is_less_than_half_of_the_first_ones(first, more, beyond):
-    samples = first + more + beyond
-    sampler = ResizableBatchSampler(BatchSampler(range(samples), first, False), samples)
-    sampler.size = first + more
-    assert min(len(batch) for batch in sampler) >= first // 2
-
-
 @given(SIZES, st.integers(1, 60), st.integers(1, 8))
 def test_drop_last_leaves_out_less_than_a_batch_of_the_first_size(sizes, samples, first):
     loader, sized = resizable(range(samples), batch_size=first, drop_last=True)
@@ -115,49 +107,7 @@ def test_a_loader_that_nobody_resizes_is_as_it_was():
     assert batches(loader) == untouched and len(loader) == 7
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
-def test_a_new_pass_has_the_new_size(options):
-    loader, sizes = resizable(range(12), batch_size=2, **options)
-    batches(loader)
-    sizes.batch_size = 5
-    if not options:
-        sizes.begin_anew()
-        assert len(loader) == 3
-    read = batches(loader)
-    sizes.restore()
-    assert [len(batch) for batch in read] == [5, 5, 2]
-
-
-def test_a_limit_ends_the_pass_after_the_samples_of_so_many_first_batches():
-    sizes = ResizableLoader(DataLoader(range(40), batch_size=4), limit=3)
-    assert numbers(batches(sizes.loader, [5], sizes)) == list(range(12)) and len(sizes.loader) == 3
-
-
 # Other readers
-
-
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
-def test_another_reader_of_the_loader_has_a_pass_of_the_first_size(options):
-    loader = DataLoader(range(12), batch_size=2, **options)
-    sizes = ResizableLoader(loader)
-    sizes.batch_size = 3
-    iterator = iter(sizes.loader)
-    read = [next(iterator).tolist()]
-    other = batches(loader)
-    read += [batch.tolist() for batch in iterator]
-    loader._iterator = None  # its workers
-    sizes.restore()
-    assert numbers(read) == numbers(other) == list(range(12))
-    assert [[len(batch) for batch in each] for each in (read, other)] == [[3] * 4, [2] * 6]
-
-
-def test_another_reader_of_the_loader_does_not_move_the_position():
-    loader = DataLoader(range(12), batch_size=2)
-    sizes = ResizableLoader(loader)
-    next(iter(sizes.loader))
-    position = sizes.position()
-    batches(loader)
-    assert sizes.position() == position and position["delivered"] == 1
 
 
 def test_another_reader_of_the_loader_does_not_use_up_a_resumed_position():
@@ -200,13 +150,6 @@ def test_whole_batches_of_a_foreign_sampler_are_merged():
     assert read == [[0, 1, 2], [3, 4, 5, 6, 7], [8, 9, 10, 11, 12]] and len(loader) == 3
 
 
-def test_the_samples_of_a_foreign_batch_are_known_once_one_was_read():
-    loader, sizes = resizable(range(12), batch_sampler=(batch for batch in [[0, 1, 2], [3, 4, 5]]))
-    assert not sizes.sampler.knows_unit
-    next(iter(loader))
-    assert sizes.sampler.knows_unit and sizes.batch_size == 3
-
-
 def test_a_subclass_of_the_batch_sampler_keeps_its_own_batches():
     class Reversed(BatchSampler):
         def __iter__(self):
@@ -217,12 +160,6 @@ def test_a_subclass_of_the_batch_sampler_keeps_its_own_batches():
 
 
 # Streams
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_is_read_once_whatever_the_sizes(workers):
-    loader, sizes = resizable(Stream(50), batch_size=3, num_workers=workers)
-    assert sorted(numbers(batches(loader, [3, 4, 9], sizes))) == list(range(50))
 
 
 class Doubling(DataLoader):
@@ -390,21 +327,6 @@ def test_a_pass_is_resumed_at_the_first_sample_that_was_not_used(read, position,
     assert batches(another)[0] == expected
 
 
-def test_the_length_of_a_resumed_pass_counts_the_batches_before_its_position():
-    loader, sizes = resizable(range(24), batch_size=4)
-    next(iter(loader))
-    sizes.batch_size = 8
-    another, resumed = resizable(range(24), batch_size=4)
-    resumed.resume(sizes.position())
-    assert resumed.length() == 1 + len(batches(another)) == 4
-
-
-def test_batches_of_a_run_that_kept_no_position_are_passed_over():
-    loader, sizes = resizable(range(20), batch_size=4)
-    sizes.pass_over(2)
-    assert batches(loader)[0] == [8, 9, 10, 11]
-
-
 def test_random_numbers_of_others_are_not_disturbed_by_a_resume():
     loader, sizes = resizable(range(20), batch_size=4, shuffle=True)
     next(iter(loader))
@@ -417,15 +339,6 @@ def test_random_numbers_of_others_are_not_disturbed_by_a_resume():
 
 
 # Restoring and refusing
-
-
-def test_a_restored_loader_is_like_that_it_was_made_from():
-    loader = DataLoader(range(20), batch_size=4)
-    sizes = ResizableLoader(loader)
-    sizes.batch_size = 7
-    sizes.restore()
-    of_both = [(type(each), each.batch_sampler, each.collate_fn, len(each)) for each in (loader, sizes.loader)]
-    assert of_both[0] == of_both[1] and [len(batch) for batch in sizes.loader] == [4] * 5
 
 
 @pytest.mark.parametrize(

@@ -81,11 +81,6 @@ def test_a_draw_takes_no_sample_twice_and_all_samples_equally_often(dataset):
     assert len(counts) == 20 and (counts - 500).abs().max() < 4 * (2000 * 0.25 * 0.75) ** 0.5
 
 
-def test_draws_are_not_passes_through_the_data(dataset):
-    first, second = IndependentDraws(dataset, 10, 2)
-    assert set(first) & set(second)
-
-
 def test_draws_follow_their_seed(dataset):
     first, again, other = (list(IndependentDraws(dataset, 6, 3, seed=seed)) for seed in (4, 4, 5))
     assert first == again != other
@@ -104,11 +99,6 @@ def test_a_new_size_holds_from_the_next_draw(dataset):
         sizes.append(len(draw))
         draws.batch_size += 2
     assert sizes == [6, 8, 10]
-
-
-@pytest.mark.parametrize("size", [1, 20])
-def test_a_draw_has_from_one_sample_to_all(dataset, size):
-    assert [len(draw) for draw in IndependentDraws(dataset, size, draws_per_epoch=1)] == [size]
 
 
 @pytest.mark.parametrize(
@@ -187,12 +177,6 @@ def test_loader_collates_samples_which_it_fetches_at_once_where_it_can(data, sig
     draws = IndependentDraws(data, 6, 3)
     expected = [index * index if sign > 0 else -index for index in draws.draw(0).tolist()]
     assert next(iter(DrawLoader(data, draws)))["square"].tolist() == expected
-
-
-def test_loader_gives_samples_to_its_collate_fn(dataset):
-    draws = IndependentDraws(dataset, 6, 3)
-    batch = next(iter(DrawLoader(dataset, draws, collate_fn=lambda samples: [label.item() for _, label in samples])))
-    assert batch == draws.draw(0).tolist()
 
 
 def test_draws_serve_as_batch_sampler(dataset):

@@ -94,18 +94,6 @@ def test_an_own_training_step_is_asked_for_the_loss_and_may_skip(tmp_path):
     assert (module.steps, trainer.global_step) == (6, 5)
 
 
-class Extended(RLSOptimization, AutomaticNetwork):
-    def training_step(self, batch, batch_idx):
-        return 2 * super().training_step(batch, batch_idx)
-
-
-def test_a_training_step_may_extend_that_of_the_base(tmp_path):
-    module, doubled = ManualNetwork(gradient_scale=2.0, max_gain=None), Extended(max_gain=None)
-    fit(module, tmp_path)
-    fit(doubled, tmp_path)
-    torch.testing.assert_close(weights(doubled), weights(module), rtol=0, atol=1e-5)
-
-
 class Derived(Own):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx)
@@ -123,23 +111,6 @@ def test_a_training_step_may_be_extended_below_the_mixin_and_leave_out_the_index
     fit(other, tmp_path)
     assert getattr(module, "steps", None) == getattr(other, "steps", None)
     torch.testing.assert_close(weights(other), weights(module), rtol=0, atol=1e-5)
-
-
-def test_hooks_of_the_module_behind_the_mixin_are_called(tmp_path):
-    called = []
-
-    class Hooked(AutomaticNetwork):
-        def setup(self, stage):
-            called.append("setup")
-
-        def on_fit_start(self):
-            called.append("on_fit_start")
-
-    class Trained(RLSOptimization, Hooked):
-        pass
-
-    fit(Trained(), tmp_path, fast_dev_run=1)
-    assert called == ["setup", "on_fit_start"]
 
 
 def schedulers():
@@ -358,14 +329,3 @@ class Unfreezing(BackboneFinetuning):
         for group in trainer.optimizers[0].param_groups:
             for parameter in group["params"]:
                 parameter.requires_grad_(True)
-
-
-def test_backbone_finetuning_goes_on_bitwise_after_the_backbone_has_been_unfrozen(tmp_path):
-    whole, stopped, resumed = (finetuned(AutomaticNetwork) for _ in range(3))
-    fit(whole, tmp_path, max_epochs=3, callbacks=[Unfreezing(unfreeze_backbone_at_epoch=1)])
-    fit(stopped, tmp_path, max_epochs=2, callbacks=[Unfreezing(unfreeze_backbone_at_epoch=1)]).save_checkpoint(
-        tmp_path / "stopped.ckpt"
-    )
-    trainer = make_trainer(tmp_path, max_epochs=3, callbacks=[Unfreezing(unfreeze_backbone_at_epoch=1)])
-    trainer.fit(resumed, loader(), validation_loader(), ckpt_path=tmp_path / "stopped.ckpt")
-    assert torch.equal(weights(resumed), weights(whole))

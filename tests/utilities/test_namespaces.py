@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_struct import SHF, GrowingBatchSize, NoiseEstimator, PredictionWriter, SHFOptimization, ValidationRule
-from lightning_struct.data import CurvesDataModule
 from lightning_struct.utilities.distributed import refuse_sharded_weights
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
@@ -97,15 +96,6 @@ def test_predictions_are_written_in_both(pl, tmp_path):
     trainer = make_trainer(pl, PredictionWriter(), default_root_dir=tmp_path)
     trainer.predict(network(pl), DataLoader(DATA, batch_size=32))
     assert torch.load(tmp_path / "predictions.pt")["predictions"].shape == (90, 2)
-
-
-@BOTH
-def test_data_modules_serve_trainers_of_both(pl):
-    module = network(pl)
-    module.inputs_and_targets = lambda batch: (batch[0][:, :3], batch[0][:, :2])
-    datamodule = CurvesDataModule(train_size=40, val_size=12, test_size=7, batch_size=10)
-    make_trainer(pl, epochs=1).fit(module, datamodule=datamodule)
-    assert module.sizes == 10 * [10]
 
 
 @BOTH

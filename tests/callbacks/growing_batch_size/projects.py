@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info
 
-from lightning_struct import GrowingBatchSize, LDRSubdiagonal, NoiseEstimator, ValidationRule
-from lightning_struct.nn import StructuredLSTM
+from lightning_struct import GrowingBatchSize, NoiseEstimator, ValidationRule
 from tests.mixins.helpers import make_trainer
 
 SAMPLES, FIRST, MOST = 40, 4, 16
@@ -169,19 +168,6 @@ def transformer_losses(module, batch):
     return F.nll_loss(module(inputs, targets), targets.flatten(), reduction="none").view(targets.shape).mean(1)
 
 
-class StructuredRecurrence(nn.Module):
-    """Reads the numbers of a sample one after the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.lstm = StructuredLSTM(1, 4, LDRSubdiagonal, batch_first=True)
-        self.output = nn.Linear(4, 2)
-
-    def forward(self, x):
-        outputs, _ = self.lstm(x.unsqueeze(-1))
-        return self.output(outputs[:, -1])
-
-
 class Manual(Regressor):
     """Optimised by hand, with its gradients clipped."""
 
@@ -211,7 +197,7 @@ class PlainBackward(Manual):
 class GAN(L.LightningModule):
     """A generator and a discriminator, trained in turns; the fakes that the discriminator learns from are detached."""
 
-    toggles, backward_passes = True, 1
+    toggles = True
 
     def __init__(self):
         super().__init__()
@@ -234,8 +220,7 @@ class GAN(L.LightningModule):
         generator, discriminator = self.optimizers()
         self.begin(discriminator)
         losses = [part.mean() for part in self.discriminator_losses(batch)]
-        for loss in [sum(losses)] if self.backward_passes == 1 else losses:
-            self.manual_backward(loss)
+        self.manual_backward(sum(losses))
         discriminator.step()
         self.end(discriminator)
         self.begin(generator)
@@ -266,12 +251,6 @@ class GANWithoutToggling(GAN):
     """What the generator's loss leaves in the gradients of the discriminator is zeroed before it is used."""
 
     toggles = False
-
-
-class GANWithTwoPasses(GAN):
-    """The discriminator learns from real and fake samples in separate backward passes."""
-
-    backward_passes = 2
 
 
 class Frozen(Regressor):
@@ -346,19 +325,16 @@ PROJECTS = {
         Classifier(convolutional(nn.GroupNorm(2, 4))), image_loader(), cross_entropies
     ),
     "transformer": lambda: Project(DemoTransformer(), DataLoader(tokens(), batch_size=FIRST), transformer_losses),
-    "transformer, batches of one": lambda: Project(DemoTransformer(), DataLoader(tokens())),
     "tied weights": lambda: Project(LanguageModel(), DataLoader(tokens(), batch_size=FIRST), token_losses),
     "dropout": lambda: Project(
         Regressor(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 2))), losses=squared_errors
     ),
-    "structured LSTM": lambda: Project(Regressor(StructuredRecurrence()), losses=squared_errors),
     "manual optimization": lambda: Project(Manual(), losses=squared_errors),
     "loss.backward()": lambda: Project(PlainBackward(), losses=squared_errors),
     "frozen backbone": lambda: Project(Frozen(), losses=squared_errors),
     "sum of errors": lambda: Project(SumOfErrors(), losses=squared_errors),
     "GAN": lambda: Project(GAN()),
     "GAN without toggling": lambda: Project(GANWithoutToggling()),
-    "GAN with two backward passes": lambda: Project(GANWithTwoPasses()),
     "LBFGS": lambda: Project(SecondOrder()),
     "bfloat16": lambda: Project(Regressor(), options={"precision": "bf16-mixed"}),
     "clipping": lambda: Project(Regressor(), losses=squared_errors, options={"gradient_clip_val": 0.05}),
@@ -372,16 +348,12 @@ PROJECTS = {
         Regressor(), DataLoader(regression()), growing={"mode": "accumulate"}
     ),
     "growth by accumulation": lambda: Project(Regressor(), losses=squared_errors, growing={"mode": "accumulate"}),
-    "workers": lambda: Project(Regressor(), DataLoader(regression(80), batch_size=FIRST, shuffle=True, num_workers=2)),
     "stream": lambda: Project(Regressor(), DataLoader(Stream(regression()), batch_size=FIRST), squared_errors),
     "stream with length": lambda: Project(
         Regressor(), DataLoader(SizedStream(regression()), batch_size=FIRST), squared_errors
     ),
     "stream shared by workers": lambda: Project(
         Regressor(), DataLoader(Stream(regression(80)), batch_size=FIRST, num_workers=2)
-    ),
-    "stream with length, shared by workers": lambda: Project(
-        Regressor(), DataLoader(SizedStream(regression(80)), batch_size=FIRST, num_workers=2)
     ),
     "buckets": lambda: Project(
         Regressor(), DataLoader(regression(), batch_sampler=Buckets(regression(), FIRST)), squared_errors
@@ -391,8 +363,6 @@ PROJECTS = {
     "stochastic averages": lambda: Project(
         Regressor(), options={"callbacks": [StochasticWeightAveraging(0.05, swa_epoch_start=2)]}
     ),
-    "reloaded": lambda: Project(Regressor(), losses=squared_errors, options={"reload_dataloaders_every_n_epochs": 1}),
-    "every second step": lambda: Project(Regressor(), growing={"every_n_steps": 2}),
     "barebones": lambda: Project(Regressor(), options={"barebones": True}),
 }
 

@@ -1,7 +1,6 @@
 """Two processes with half of each batch decide, read and learn what one does with the whole."""
 
 import math
-from functools import partial
 
 import lightning as L
 import pytest
@@ -12,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_struct import GrowingBatchSize, ValidationRule
+from lightning_struct import GrowingBatchSize
 from tests.callbacks.growing_batch_size.projects import MEASURING, arguments
 from tests.processes import two_processes
 
@@ -41,9 +40,6 @@ class Regressor(L.LightningModule):
         self.sizes.append(len(inputs))
         self.seen.setdefault(self.current_epoch, []).extend(inputs[:, 0].tolist())
         return F.mse_loss(self.network(inputs), targets)
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", F.mse_loss(self.network(batch[0]), batch[1]), sync_dist=True)
 
     def train_dataloader(self):
         # Lightning's own sampler would shuffle
@@ -74,29 +70,6 @@ class Notes(L.Callback):
         torch.save(notes, self.directory / f"{trainer.global_rank}.pt")
 
 
-class Agreements(L.Callback):
-    """Counts what the first process tells the others of, and writes it to a file."""
-
-    def __init__(self, directory):
-        self.directory, self.told, self.replaced = directory, 0, {}
-
-    def on_train_start(self, trainer, pl_module):
-        for name in ("broadcast", "broadcast_object_list"):
-            self.replaced[name] = getattr(dist, name)
-            setattr(dist, name, partial(self.count, self.replaced[name]))
-
-    def count(self, broadcast, told, *args, **options):
-        lightnings_own = isinstance(told, torch.Tensor) and told.dtype != torch.float64  # of a signal, in each step
-        self.told += not lightnings_own
-        return broadcast(told, *args, **options)
-
-    def on_train_end(self, trainer, pl_module):
-        for name, broadcast in self.replaced.items():
-            setattr(dist, name, broadcast)
-        notes = {"told": self.told, "sizes": pl_module.sizes}
-        torch.save(notes, self.directory / f"{trainer.global_rank}.pt")
-
-
 def data():
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(SAMPLES, 3, generator=generator, dtype=torch.float64)
@@ -110,7 +83,7 @@ def fit(directory, processes, ckpt_path=None):
     train(processes, growing, Notes(directory), checkpoints, ckpt_path=ckpt_path)
 
 
-def train(processes, *callbacks, ckpt_path=None, validation=None):
+def train(processes, *callbacks, ckpt_path=None):
     options = two_processes() if processes == 2 else {}
     trainer = L.Trainer(
         accelerator="cpu",
@@ -123,7 +96,7 @@ def train(processes, *callbacks, ckpt_path=None, validation=None):
         callbacks=list(callbacks),
         **options,
     )
-    trainer.fit(Regressor(), None, validation, ckpt_path=ckpt_path)
+    trainer.fit(Regressor(), ckpt_path=ckpt_path)
 
 
 def test_two_processes_train_as_one_and_resume_bit_for_bit(tmp_path):
@@ -146,22 +119,6 @@ def test_two_processes_train_as_one_and_resume_bit_for_bit(tmp_path):
         assert torch.equal(again["weights"], whole["weights"]) and again["records"] == whole["records"]
 
 
-RULES = {
-    # 12 steps of 8 samples, of which the schedule is looked at after six, and 3 of 16
-    "schedule": ({"schedule": "0:8 96:16"}, 6, [4] * 12 + [8] * 3),
-    "validation that is not due": ({"theta": math.inf, "validation": ValidationRule("val_loss")}, 0, [4] * 18),
-}
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_processes_agree_in_steps_where_something_can_be_decided(tmp_path, rule):
-    growing, told, sizes = RULES[rule]
-    train(2, GrowingBatchSize(**growing), Agreements(tmp_path), validation=DataLoader(data(), batch_size=24))
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert first == second
-    assert (first["told"], first["sizes"]) == (told, sizes)
-
-
 class AtOdds(GrowingBatchSize):
     """Decides on another size in each process."""
 
@@ -170,6 +127,6 @@ class AtOdds(GrowingBatchSize):
 
 
 def test_sizes_are_decided_by_the_first_process(tmp_path):
-    train(2, AtOdds(theta=math.inf), Agreements(tmp_path))
+    train(2, AtOdds(theta=math.inf), Notes(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt")["sizes"] for rank in range(2))
     assert first == second and first[:3] == [4, 6, 6]

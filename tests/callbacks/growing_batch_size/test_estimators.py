@@ -228,34 +228,6 @@ def test_the_overhead_the_passes_and_the_layers_say_how_often_is_measured(tmp_pa
     assert of_linear < of_convolutional
 
 
-def hooks_of(module):
-    of_layers = [h for m in module.modules() for h in (*m._forward_hooks, *m._forward_pre_hooks, *m._backward_hooks)]
-    of_parameters = [p for p in module.parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
-    return of_layers + of_parameters
-
-
-def test_nothing_is_hooked_that_is_not_needed(tmp_path):
-    seen = []
-
-    class Looking(L.Callback):
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            seen.extend(hooks_of(pl_module))
-
-    fit(tmp_path, Regressor(), callbacks=[Looking()], growing={"theta": math.inf})
-    assert seen == []
-
-
-def test_the_size_is_logged_where_nothing_is_measured(tmp_path):
-    trainers = []
-
-    class Keeping(L.Callback):
-        def on_train_end(self, trainer, pl_module):
-            trainers.append(dict(trainer.logged_metrics))
-
-    fit(tmp_path, Regressor(), callbacks=[Keeping()], growing={"theta": math.inf})
-    assert trainers[0]["batch_size"] == 4
-
-
 # --- what cannot be measured by layers
 # ---------------------------------------------------------------------------------
 

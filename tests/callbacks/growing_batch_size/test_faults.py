@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -104,10 +103,6 @@ def growing(**options):
 # ------------------------------------------------------------------------------------
 
 
-def nan_at(*steps):
-    return lambda step: float("nan") if step in steps else None
-
-
 @pytest.mark.parametrize(("module", "value"), [(Regressor, float("nan")), (Manual, float("inf"))])
 def test_a_gradient_that_is_no_number_is_named_with_its_batch_and_the_training_goes_on(tmp_path, module, value):
     poisoned, callback = module(lambda step: value if step >= 5 else None), growing()
@@ -118,17 +113,6 @@ def test_a_gradient_that_is_no_number_is_named_with_its_batch_and_the_training_g
     assert sum("NaN or infinite" in str(warning.message) for warning in told) == 1
 
 
-@pytest.mark.filterwarnings("error:The gradient of batch")
-def test_a_step_that_a_grad_scaler_skips_is_not_told_of(tmp_path):
-    def overflows_once(step):
-        return float("inf") if step == 3 and len(module.sizes) == 4 else None
-
-    module, callback = Regressor(overflows_once), growing()
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
-    trainer_for(tmp_path, callback, max_epochs=1, plugins=[plugin]).fit(module, DataLoader(regression(), batch_size=4))
-    assert sum(module.sizes) == 40 and len(callback.records) == len(module.sizes) - 1
-
-
 class DropsBefore(Regressor):
     """Drops a step whose gradients are NaN, by a hook that comes after those of callbacks."""
 
@@ -137,21 +121,10 @@ class DropsBefore(Regressor):
             parameter.grad.nan_to_num_(0.0)
 
 
-class DropsInHooks(Regressor):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        for parameter in self.parameters():
-            parameter.register_hook(torch.nan_to_num)
-
-
-@pytest.mark.parametrize(("module", "estimator"), [(DropsBefore, "parts"), (DropsInHooks, "layers")])
 @pytest.mark.filterwarnings("ignore:The gradient of batch .* is NaN or infinite")
-@pytest.mark.filterwarnings("ignore:GrowingBatchSize leaves")
-def test_a_project_that_mends_such_gradients_trains_and_grows(tmp_path, module, estimator):
-    mending, callback = module(nan_at(5)), growing(estimator=estimator)
-    accumulated = 2 if estimator == "parts" else 1
-    trainer = trainer_for(tmp_path, callback, accumulate_grad_batches=accumulated)
-    trainer.fit(mending, DataLoader(regression(), batch_size=4))
+def test_a_project_that_mends_such_gradients_trains_and_grows(tmp_path):
+    mending, callback = DropsBefore(lambda step: float("nan") if step == 5 else None), growing(estimator="parts")
+    trainer_for(tmp_path, callback, accumulate_grad_batches=2).fit(mending, DataLoader(regression(), batch_size=4))
     assert weights(mending).isfinite().all() and callback.state_dict()["batch_size"] == 12
 
 
@@ -171,15 +144,6 @@ def test_statistics_of_a_module_that_are_no_numbers_are_left_out(tmp_path):
 # ------------------------------------------------------------------------------------
 
 
-class Jagged(Regressor):
-    """Its samples are sequences, in one nested tensor."""
-
-    def loss(self, batch):
-        sequences = [row.expand(1 + i % 3, -1) for i, row in enumerate(batch[0])]
-        outputs = self.network(torch.nested.nested_tensor(sequences, layout=torch.jagged))
-        return F.mse_loss(torch.stack([rows.mean(0) for rows in outputs.unbind()]), batch[1])
-
-
 class Scripted(Regressor):
     def __init__(self):
         super().__init__()
@@ -197,17 +161,13 @@ def given_up(tmp_path, module, **options):
     return text
 
 
-@pytest.mark.parametrize(
-    ("module", "reason", "estimator"), [(Jagged, "ValueError", "auto"), (Scripted, "ScriptModules", "layers")]
-)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_layers_that_cannot_be_measured_leave_the_size_as_it_is(tmp_path, module, reason, estimator):
-    text = given_up(tmp_path, module(), estimator=estimator)
-    assert reason in text and "network.0.weight" in text
+def test_layers_that_cannot_be_measured_leave_the_size_as_it_is(tmp_path):
+    text = given_up(tmp_path, Scripted())
+    assert "ScriptModules" in text and "network.0.weight" in text
 
 
-@pytest.mark.parametrize("method", ["begin_batch", "after_backward", "before_step", "statistics"])
+@pytest.mark.parametrize("method", ["begin_batch", "statistics"])
 def test_an_estimator_that_fails_leaves_the_size_as_it_is(tmp_path, monkeypatch, method):
     def fail(*arguments):
         raise OSError("unforeseen\nin detail")
@@ -257,32 +217,6 @@ def test_optimizers_may_come_and_go(tmp_path, numbers, theta):
     assert len(state["stationarity"] or []) == (numbers[-1] if theta is None else 0)
 
 
-class InTurns(Manual):
-    """Accumulates two batches by hand for the one network, and three for the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.other = nn.Linear(3, 2)
-
-    def training_step(self, batch, batch_idx):
-        self.note(batch[0])
-        for network, optimizer, every in zip((self.network, self.other), self.optimizers(), (2, 3), strict=True):
-            self.manual_backward(F.mse_loss(network(batch[0]), batch[1]))
-            if (batch_idx + 1) % every == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    def configure_optimizers(self):
-        return [torch.optim.Adam(network.parameters(), lr=0.02) for network in (self.network, self.other)]
-
-
-def test_gradients_that_a_validation_clears_are_no_fault(tmp_path, recwarn):
-    callback = GrowingBatchSize(estimator=NoiseEstimator("layers", every_n_steps=1))
-    loader = DataLoader(regression(), batch_size=4)
-    trainer_for(tmp_path, callback, val_check_interval=1).fit(InTurns(), loader, loader)
-    assert len(callback.records) == EPOCHS * 7 and not [w for w in recwarn if "GrowingBatchSize" in str(w.message)]
-
-
 class Outgrown(Regressor):
     """Has a larger network from its second epoch on."""
 
@@ -292,11 +226,10 @@ class Outgrown(Regressor):
             self.trainer.strategy.setup_optimizers(self.trainer)
 
 
-@pytest.mark.parametrize("every_n_steps", [1, 2])
-def test_layers_may_come_and_go(tmp_path, every_n_steps):
-    callback = GrowingBatchSize(estimator=NoiseEstimator("layers", every_n_steps))
+def test_layers_may_come_and_go(tmp_path):
+    callback = GrowingBatchSize(estimator=NoiseEstimator("layers", 2))
     trainer_for(tmp_path, callback).fit(Outgrown(), DataLoader(regression(), batch_size=4))
-    assert callback.records[-1]["samples"] > (EPOCHS * 40) - 4 * every_n_steps - 1
+    assert callback.records[-1]["samples"] > (EPOCHS * 40) - 9
 
 
 class Raw(Manual):
@@ -354,13 +287,6 @@ def test_nothing_is_trained_on_where_no_batch_is_filled(tmp_path, samples):
 # -------------------------------------------------------------------------------------------------
 
 
-class Broken(TensorDataset):
-    def __getitem__(self, index):
-        if index == 30:
-            raise KeyError("sample 30 is broken")
-        return super().__getitem__(index)
-
-
 class Deadly(TensorDataset):
     def __getitem__(self, index):
         if index == 30:
@@ -368,17 +294,10 @@ class Deadly(TensorDataset):
         return super().__getitem__(index)
 
 
-FAILING = [
-    pytest.param(Broken, KeyError, "sample 30 is broken", id="raises"),
-    pytest.param(Deadly, (RuntimeError, OSError, EOFError), None, id="dies"),  # by who notices first
-]
-
-
-@pytest.mark.parametrize("kind, error, message", FAILING)
-def test_after_a_worker_failed_the_trainer_is_as_it_was_and_another_fit_works(tmp_path, kind, error, message):
+def test_after_a_worker_died_the_trainer_is_as_it_was_and_another_fit_works(tmp_path):
     module, callback = Regressor(), growing()
-    loader, trainer = DataLoader(regression(kind=kind), batch_size=4, num_workers=1), trainer_for(tmp_path, callback)
-    with pytest.raises(error, match=message):
+    loader, trainer = DataLoader(regression(kind=Deadly), batch_size=4, num_workers=1), trainer_for(tmp_path, callback)
+    with pytest.raises((RuntimeError, OSError, EOFError)):  # by who notices first
         trainer.fit(module, loader)
     hooks = [hook for layer in module.modules() for hook in layer._forward_hooks]
     patched = {"process_dataloader", "setup_data"} & {*vars(trainer.strategy), *vars(trainer.fit_loop)}
@@ -507,17 +426,6 @@ class Fetching(Regressor):
         return super().training_step(next(dataloader_iter)[0], 0)
 
 
-def test_a_step_that_fetches_its_batches_in_manual_optimization_keeps_them(tmp_path):
-    class FetchingByHand(Manual):
-        def training_step(self, dataloader_iter):
-            return super().training_step(next(dataloader_iter)[0], 0)
-
-    module = FetchingByHand()
-    with pytest.warns(UserWarning, match="which fetches them itself.*leaves the batch as it is"):
-        trainer_for(tmp_path, growing()).fit(module, DataLoader(regression(), batch_size=4))
-    assert module.sizes == EPOCHS * 10 * [4]
-
-
 @pytest.mark.parametrize("mode", ["batch", "auto"])
 def test_a_step_that_fetches_its_batches_accumulates_them_or_is_refused(tmp_path, mode):
     callback, module = growing(mode=mode), Fetching()
@@ -584,8 +492,7 @@ def whole(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("interval", [0.5, 3])
-def test_a_run_stopped_in_a_validation_within_the_epoch_can_be_resumed(tmp_path, interval):
+def test_a_run_stopped_in_a_validation_within_the_epoch_can_be_resumed(tmp_path):
     def validation():
         return DataLoader(regression(8, seed=3), batch_size=4)
 
@@ -595,7 +502,7 @@ def test_a_run_stopped_in_a_validation_within_the_epoch_can_be_resumed(tmp_path,
             if self.trainer.global_step >= 3 and batch_idx == 1:
                 raise KeyboardInterrupt
 
-    options = {"val_check_interval": interval}
+    options = {"val_check_interval": 0.5}
     callbacks = [growing(validation=ValidationRule("val_loss")) for _ in range(3)]
     _, uninterrupted, _ = train(
         tmp_path / "whole", Regressor(), LOADERS["shuffled"](), validation(), callback=callbacks[0], **options

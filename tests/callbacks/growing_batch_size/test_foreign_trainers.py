@@ -4,8 +4,6 @@ from collections import defaultdict
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelPruning
-from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader
@@ -13,15 +11,10 @@ from torch.utils.data import DataLoader
 from lightning_struct import GrowingBatchSize
 from tests.callbacks.growing_batch_size.projects import (
     CHECKED_STEPS,
-    FIRST,
-    MEASURING,
-    MOST,
     WARNINGS_OF_PROJECTS,
     Project,
     Regressor,
     Stream,
-    Watch,
-    arguments,
     fit,
     perceptron,
     regression,
@@ -142,31 +135,3 @@ def test_growth_leaves_no_batch_over_that_is_smaller_than_the_first(tmp_path):
 
 # --- the rest of a project
 # ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:these layers have no rule for per-sample gradients")
-def test_a_network_that_is_pruned_in_the_fit_is_measured_on(tmp_path):
-    options = {"callbacks": [ModelPruning("l1_unstructured", amount=0.3)], "precision": "32-true"}
-    run = fit(tmp_path, Project(Regressor(), options=options))
-    assert len(run.growing.records) == len(run.watch.sizes) and run.growing.records[-1]["variance_ratio"] > 0
-
-
-def test_loader_and_trainer_are_given_back_as_they_were(tmp_path):
-    loader = DataLoader(regression(), batch_size=FIRST, shuffle=True)
-    sampler = loader.batch_sampler
-    run = fit(tmp_path, Project(Regressor(), loader))
-    patched = {"process_dataloader", "setup_data"} & {*vars(run.trainer.strategy), *vars(run.trainer.fit_loop)}
-    assert (type(loader), len(loader), patched) == (DataLoader, 10, set()) and loader.batch_sampler is sampler
-
-
-def test_the_tuner_finds_a_learning_rate_with_batches_of_the_first_size(tmp_path):
-    class Tuned(Regressor):
-        lr = 0.05
-
-    module, loader = Tuned(), DataLoader(regression(), batch_size=FIRST, shuffle=True)
-    growing, watch = GrowingBatchSize(**arguments(**MEASURING)), Watch()
-    trainer = make_trainer(tmp_path, callbacks=[watch, growing], enable_checkpointing=True)  # where the tuner saves
-    Tuner(trainer).lr_find(module, loader, num_training=20, update_attr=False)
-    watch.by_epoch.clear()
-    trainer.fit(module, loader)
-    assert (watch.sizes[0], max(watch.sizes)) == (FIRST, MOST)

@@ -1,12 +1,9 @@
 import math
 import re
 import warnings
-from copy import deepcopy
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -151,17 +148,6 @@ def test_a_first_monitored_value_that_is_not_finite_is_an_error(tmp_path):
         fit(tmp_path, module, callback, draw_loader(10, draws=1), validation_loader(8))
 
 
-def test_a_copy_can_be_made_within_a_fit(tmp_path):
-    class Copying(L.Callback):
-        def on_train_batch_end(self, trainer, *arguments):
-            copies.append(deepcopy(callback))
-
-    callback, copies = GrowingBatchSize(), []
-    trainer = make_trainer(tmp_path, callbacks=[callback, Copying()], max_epochs=1)
-    trainer.fit(ScriptedNetwork(), draw_loader(10, draws=3))
-    assert [len(copy.records) for copy in copies] == [1, 2, 3]
-
-
 def test_a_monitor_without_validation_is_an_error(tmp_path):
     growing = GrowingBatchSize(validation=ValidationRule("val_loss"))
     with pytest.raises(MisconfigurationException, match="monitor='val_loss'.* there is none"):
@@ -179,14 +165,6 @@ def test_shf_grows_its_batches_as_algorithm_1_says(tmp_path):
         merits = [r.merit for r in reports[: i + 1]]
         sizes.append(next_batch_size(sizes[-1], predictions[: i + 1], merits, max_batch_size=40))
     assert [r.batch_size for r in reports] == sizes and sizes[-1] == 40
-
-
-def test_shf_grows_the_batches_of_an_ordinary_loader(tmp_path):
-    module = SHFNetwork()
-    loader = DataLoader(regression_data(), batch_size=4, shuffle=True)
-    make_trainer(tmp_path, callbacks=[GrowingBatchSize(max_batch_size=30)], max_epochs=2).fit(module, loader)
-    sizes = [report.batch_size for report in module.reports]
-    assert sizes[0] == 4 and max(sizes) > 20 and sum(sizes) == 120
 
 
 def test_a_variance_that_is_missing_later_ends_no_training(tmp_path):
@@ -238,22 +216,6 @@ def test_records_of_a_long_run_are_thinned_out(tmp_path, monkeypatch):
     fit(tmp_path, ScriptedNetwork(), callback, draw_loader(10, draws=12))
     samples = [record["samples"] for record in callback.records]
     assert len(samples) <= 8 and samples == sorted(samples) and samples[-4:] == [90, 100, 110, 120]
-
-
-@pytest.mark.parametrize("step", [8, 9])
-def test_a_resumed_run_goes_on_checking_the_metric(tmp_path, step):
-    def run(module, directory, ckpt_path=None):
-        checkpoint = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-        growing = GrowingBatchSize(validation=ValidationRule("val_loss", window=2, growth=1.1))
-        trainer = make_trainer(
-            tmp_path, callbacks=[growing, checkpoint], max_epochs=5, num_sanity_val_steps=0, enable_checkpointing=True
-        )
-        trainer.fit(module, draw_loader(10, draws=3), validation_loader(8), ckpt_path=ckpt_path)
-
-    whole, resumed = ScriptedNetwork(val_losses=[1.0] * 5), ScriptedNetwork(val_losses=[1.0] * 3)
-    run(whole, tmp_path / "whole")
-    run(resumed, tmp_path / "resumed", tmp_path / f"whole/step={step}.ckpt")
-    assert resumed.sizes == whole.sizes[step:] and whole.sizes[-1] == 12
 
 
 # Faults

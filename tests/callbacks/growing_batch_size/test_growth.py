@@ -64,20 +64,6 @@ def test_the_pass_for_averaged_batch_normalisation_trains_nothing(tmp_path, is_f
     assert trainer.accumulate_grad_batches == 1
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("interval", ["epoch", "step"])
-@pytest.mark.parametrize("sizes", [[], [40], [4, 4, 30], [4, 4, 4, 4, 4, 4, 4, 4, 40]])
-def test_schedulers_step_as_often_as_with_batches_of_the_first_size(tmp_path, interval, sizes):
-    class Scheduled(Reader):
-        def configure_optimizers(self):
-            optimizer = super().configure_optimizers()
-            self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-            return [optimizer], [{"scheduler": self.scheduler, "interval": interval}]
-
-    module = fit(tmp_path, loader(), sizes, Scheduled(), max_epochs=3)
-    assert module.scheduler.last_epoch == (3 if interval == "epoch" else 30)
-
-
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_the_progress_bar_ends_where_the_epoch_ends(tmp_path, bar):
     class Looking(L.Callback):
@@ -103,12 +89,6 @@ def test_the_size_changes_within_the_epoch_and_every_sample_is_read_once(tmp_pat
     module = fit(tmp_path, loader(), script, max_epochs=2)
     assert module.sizes == sizes and module.lengths == lengths
     assert numbers(module.read) == 2 * list(range(40))
-
-
-def test_a_stop_in_mid_epoch_leaves_the_loader_as_it_was(tmp_path):
-    data = loader()
-    fit(tmp_path, data, [4, 8, 16], max_steps=2, max_epochs=-1)
-    assert type(data) is DataLoader and [len(batch) for batch in data] == 10 * [4]
 
 
 def test_a_second_fit_begins_with_the_grown_size(tmp_path):
@@ -218,37 +198,14 @@ def test_a_reloaded_loader_has_the_grown_size(tmp_path):
     assert module.sizes == [2, 20, 18, 20, 20, 20, 20] and module.validated_after == [22, 40, 20, 40, 20, 40]
 
 
-def test_asking_for_the_number_of_steps_sets_the_loaders_up_early_and_well(tmp_path):
-    class Asking(Reader):
-        def configure_optimizers(self):
-            self.steps = self.trainer.estimated_stepping_batches
-            return super().configure_optimizers()
-
-    module = fit(tmp_path, loader(), [4, 8, 16], Asking())
-    assert module.steps == 10 and module.sizes == [4, 4, 8, 16, 8]
-
-
 # Loaders
 
 
-@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"prefetch_factor": 1}])
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}])
 def test_workers_read_every_sample_once(tmp_path, options):
     module = fit(tmp_path, loader(60, num_workers=2, **options), [4, 8, 8, 8, 8, 8], max_epochs=2)
     assert [sorted(numbers(epoch)) for epoch in module.epochs] == 2 * [list(range(60))]
     assert module.sizes[0] == 4 and 8 in module.sizes and module.lengths[-1] == len(module.epochs[-1])
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("stream", [Stream, SizedStream])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_sizes_expected_of_a_stream_are_those_that_were_read(tmp_path, stream, workers):
-    class Looking(L.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            expected.append((growing._present_fit.growth.expected_sizes(), [len(batch)]))
-
-    growing, expected = Growing([4, 4, 8]), []
-    fit(tmp_path, DataLoader(stream(range(45)), 2, num_workers=workers), growing=growing, callbacks=[Looking()])
-    assert all(told == read for told, read in expected) and sum(read for _, (read,) in expected) == 45
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -259,11 +216,6 @@ def test_the_samples_of_a_stream_are_counted_to_the_last(tmp_path, workers):
     growing = GrowingBatchSize(schedule="13:26")
     fit(tmp_path, DataLoader(Stream(range(181)), 13, num_workers=workers), growing=growing, module=Measured())
     assert growing.records[-1]["samples"] == 181
-
-
-def test_batches_of_a_foreign_batch_sampler_are_merged(tmp_path):
-    data = DataLoader(range(12), batch_sampler=[[i, i + 1] for i in range(0, 12, 2)])
-    assert fit(tmp_path, data, growing=Growing([2, 4], mode="batch")).sizes == [2, 2, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -291,11 +243,9 @@ class Pairs(torch.utils.data.Sampler):
         return 12
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_size_that_is_set_first_waits_for_the_first_batch_of_a_foreign_sampler(tmp_path, workers):
+def test_a_size_that_is_set_first_waits_for_the_first_batch_of_a_foreign_sampler(tmp_path):
     growing = GrowingBatchSize(schedule="0:4", mode="batch")
-    options = {"num_workers": workers, "prefetch_factor": 1 if workers else None}
-    loader = DataLoader(range(24), batch_sampler=Pairs(), **options)
+    loader = DataLoader(range(24), batch_sampler=Pairs(), num_workers=1, prefetch_factor=1)
     module = fit(tmp_path, loader, growing=growing, validation=DataLoader(range(4), 4), max_epochs=2)
     assert module.sizes == [2, *[4] * 5, 2] + [4] * 6
     assert sorted(numbers(module.epochs[0])) == sorted(numbers(module.epochs[1])) == list(range(24))
@@ -350,36 +300,27 @@ class Validated(Reader):
         self.validated[-1].append(batch.tolist())
 
 
-class AtTrainStart(Reader):
-    def on_train_start(self):
-        next(iter(self.trainer.train_dataloader))
-
-
 class AtEpochStart(Reader):
     def on_train_epoch_start(self):
         super().on_train_epoch_start()
         next(iter(self.trainer.train_dataloader))
 
 
-READERS = [OneBatch, WholeSet, Validated, AtTrainStart, AtEpochStart]
-WORKERS = {"num_workers": 1, "persistent_workers": True}
+READERS = [OneBatch, WholeSet, Validated, AtEpochStart]
 
 
-def fit_read(tmp_path, reader, sizes=(), workers=None, **options):
+def fit_read(tmp_path, reader):
     """Train on a loader that ``reader`` reads, too, at five validations in an epoch; ``Validated`` validates on it."""
-    data = loader(shuffle=True, generator=torch.Generator().manual_seed(0), **(workers or {}))
-    validation, module = data if reader is Validated else loader(4), reader()
-    if "ckpt_path" in options:
-        module.epochs.append([])
-    options = {"validation": validation, "val_check_interval": 0.2, "max_epochs": 2} | options
-    return fit(tmp_path, data, sizes, module, **options)
+    data = loader(shuffle=True, generator=torch.Generator().manual_seed(0))
+    options = {"validation": data if reader is Validated else loader(4), "val_check_interval": 0.2, "max_epochs": 2}
+    return fit(tmp_path, data, [4, 8, 8, 6], reader(), **options)
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_another_reader_takes_no_sample_from_the_training_and_delays_no_validation(tmp_path, reader):
-    module, every = fit_read(tmp_path, reader, [4, 8, 8, 6]), list(range(40))
+    module, every = fit_read(tmp_path, reader), list(range(40))
     assert [sorted(numbers(epoch)) for epoch in module.epochs] == 2 * [every]
-    assert module.validated_after == fit_read(tmp_path, Reader, [4, 8, 8, 6]).validated_after
+    assert module.validated_after == fit_read(tmp_path, Reader).validated_after
     assert len(module.validated_after) == 10 and max(module.sizes) == 8
     if reader is WholeSet:
         assert sorted(module.set) == every
@@ -395,8 +336,7 @@ def test_the_same_loader_in_two_places_grows_in_each(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")
-@pytest.mark.parametrize("workers", [None, {"num_workers": 1}])
-def test_the_order_after_a_search_of_the_learning_rate_is_that_without_the_callback(tmp_path, workers):
+def test_the_order_after_a_search_of_the_learning_rate_is_that_without_the_callback(tmp_path):
     class Searched(Reader):
         lr = 1e-6
 
@@ -407,7 +347,7 @@ def test_the_order_after_a_search_of_the_learning_rate_is_that_without_the_callb
         torch.manual_seed(0)
         module, finder = Searched(), LearningRateFinder(num_training_steps=5, update_attr=False)
         trainer = make_trainer(tmp_path, callbacks=[*callbacks, finder], max_epochs=2)
-        trainer.fit(module, loader(shuffle=True, **(workers or {})))
+        trainer.fit(module, loader(shuffle=True, num_workers=1))
         return module.epochs[-2:]
 
     assert train(Growing()) == train()
@@ -424,15 +364,9 @@ class EpochSampler(DistributedSampler):
 
 
 MAKERS = {
-    "in order": lambda: loader(),
-    "seeded": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(0)),
     "workers": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(0), num_workers=2),
-    "shuffled by epoch": lambda: loader(sampler=EpochSampler(range(40))),
     "shuffled by epoch, with workers": lambda: loader(sampler=EpochSampler(range(40)), num_workers=2),
-    "stream": lambda: DataLoader(Stream(range(40)), 4),
-    "sized stream": lambda: DataLoader(SizedStream(range(40)), 4),
     "stream of workers": lambda: DataLoader(SizedStream(range(40)), 4, num_workers=2),
-    "merged": lambda: DataLoader(range(40), batch_sampler=[[i, i + 1] for i in range(0, 40, 2)]),
     "dict": lambda: {"a": loader(40, 4), "b": loader(14, 2)},
 }
 SCRIPT = [4, 6, 6, 8, 10, 12, 12, 14, 20]
@@ -447,20 +381,7 @@ def test_epochs_after_a_resumed_one_are_shuffled_as_without_the_stop(tmp_path):
     assert read()[2:] == read(ckpt_path=tmp_path / "step=2.ckpt")
 
 
-@pytest.mark.parametrize("maker", ["workers", "shuffled by epoch, with workers", "stream of workers", "merged"])
-def test_a_resumed_run_reads_the_very_next_sample(tmp_path, maker):
-    options = {"max_epochs": 2, "enable_checkpointing": True}
-    growing = Growing(SCRIPT, mode="batch")
-    whole = fit(tmp_path, MAKERS[maker](), growing=growing, callbacks=[checkpoints(tmp_path)], **options)
-    first = len(whole.epochs[0])
-    for step in (2, first):
-        path = tmp_path / f"step={step}.ckpt"
-        resumed = fit(tmp_path, MAKERS[maker](), growing=Growing(SCRIPT, mode="batch"), ckpt_path=path, **options)
-        assert resumed.read == whole.read[step:] and resumed.lengths == whole.lengths[step:], step
-        assert torch.equal(resumed.layer.weight, whole.layer.weight)
-
-
-@pytest.mark.parametrize("interval", [1.0, 0.5, 2])
+@pytest.mark.parametrize("interval", [0.5, 2])
 def test_a_resumed_run_validates_where_the_whole_run_does(tmp_path, interval):
     options = {"max_epochs": 2, "enable_checkpointing": True, "validation": loader(4), "val_check_interval": interval}
     whole, steps = Reader(), []
@@ -487,18 +408,6 @@ def test_a_checkpoint_at_the_end_of_an_epoch_begins_the_next(tmp_path, options):
     assert resumed.read == numbers(whole.epochs[1:])
 
 
-def test_the_position_is_right_when_the_loader_was_set_up_early(tmp_path):
-    class Asking(Reader):
-        def configure_optimizers(self):
-            _ = self.trainer.estimated_stepping_batches
-            return super().configure_optimizers()
-
-    saving, options = checkpoints(tmp_path), {"enable_checkpointing": True}
-    whole = fit(tmp_path, loader(num_workers=1), SCRIPT, Asking(), callbacks=[saving], **options)
-    resumed = fit(tmp_path, loader(num_workers=1), SCRIPT, Asking(), ckpt_path=tmp_path / "step=3.ckpt", **options)
-    assert resumed.read == whole.read[3:]
-
-
 def test_other_loaders_in_mid_epoch_are_refused(tmp_path):
     fit(tmp_path, loader(), SCRIPT, callbacks=[checkpoints(tmp_path)], enable_checkpointing=True)
     with pytest.raises(MisconfigurationException, match="with 1 training loaders, and there are 2"):
@@ -507,12 +416,12 @@ def test_other_loaders_in_mid_epoch_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("sizes", "then", "workers", "ended"),
-    [([4, 4, 16], 16, 0, False), ([4, 4, 16], 16, 2, False), ([4, 4, 16], 16, 0, True), ([], 8, 0, False)],
+    [([4, 4, 16], 16, 2, False), ([4, 4, 16], 16, 0, True), ([], 8, 0, False)],
 )
 def test_another_batch_size_of_the_loader_is_told_once(tmp_path, sizes, then, workers, ended):
     options = {"enable_checkpointing": True, "max_epochs": 2}
     whole = fit(tmp_path, loader(96, num_workers=workers), sizes, callbacks=[checkpoints(tmp_path)], **options)
-    step = len(whole.epochs[0]) if ended else 9 if workers and sizes else 4
+    step = len(whole.epochs[0]) if ended else 9 if workers else 4
     path = tmp_path / f"step={step}.ckpt"
     with pytest.warns(UserWarning, match="DataLoader") as warned:
         resumed = fit(tmp_path, loader(96, batch_size=8, num_workers=workers), ckpt_path=path, **options)
@@ -542,11 +451,11 @@ def train_without(tmp_path, data, step, **options):
     return module
 
 
-# the order of "seeded" and "workers" in later epochs depends on what was drawn before
+# the order of "workers" in later epochs depends on what was drawn before
 @pytest.mark.parametrize(
     ("maker", "step"),
     [
-        *((maker, 4) for maker in ("in order", "workers", "stream of workers", "dict")),
+        *((maker, 4) for maker in ("workers", "stream of workers", "dict")),
         *((maker, 14) for maker in ("shuffled by epoch, with workers", "dict")),
     ],
 )

@@ -126,18 +126,6 @@ def test_the_rate_follows_the_size_that_is_reached(batches, factors):
     assert found == pytest.approx(factors)
 
 
-def test_all_processes_go_by_what_the_first_one_has():
-    of_first = iter([2, 4, 3.0])  # the first size, the samples of a batch, the noise scale
-    scale = LearningRateScale("linear")
-    scale.attach(lambda: (), broadcast=lambda value: next(of_first))
-    scale.end_step(4)
-    scale.begin_batch(8, 8)
-    assert scale.factor == 4 / 2
-    scale.end_step(8, noise_scale=100.0)
-    scale.detach()
-    assert scale.factor == 3.0 / 2
-
-
 # The steps of training
 
 
@@ -308,11 +296,6 @@ def test_an_optimizer_without_a_rate_is_refused(tmp_path):
         trainer.fit(SHFNetwork(), draw_loader())
 
 
-def test_an_optimizer_without_hooks_is_refused():
-    with pytest.raises(MisconfigurationException, match="hooks of a torch.optim.Optimizer, which object is not"):
-        LearningRateScale("sqrt").attach(lambda: [object()])
-
-
 # Schedules
 
 
@@ -396,21 +379,10 @@ CASES = {
     "smaller last batch": {"data": lambda: DataLoader(range(42), batch_size=4)},
     "accumulated": {"accumulate_grad_batches": 3, "frequency": 2},
     "accumulated, with a rest": {"accumulate_grad_batches": 4, "frequency": 5},
-    "accumulated, with a rest where no step is due": {"accumulate_grad_batches": 3, "frequency": 3},
     "half of the batches": {"limit_train_batches": 0.5},
-    "so many batches": {"limit_train_batches": 6},
     "growth by accumulation": {"growing": {"mode": "accumulate"}},
-    "growth by both": {"growing": {"max_device_batch_size": 8}},
     "stream": {"data": lambda: DataLoader(Stream(range(42)), batch_size=4)},
-    "stream, accumulated": {"data": lambda: DataLoader(Stream(range(42)), batch_size=4), "accumulate_grad_batches": 4},
-    "steps to spare": {"max_steps": 1000},
     "steps and epochs": {"max_steps": 15},
-    "as many steps as epochs make": {"max_steps": 20},
-    "steps and epochs, accumulated": {"max_steps": 6, "accumulate_grad_batches": 3, "frequency": 2},
-    "own batches": {
-        "data": lambda: DataLoader(range(12), batch_sampler=[[i, i + 1] for i in range(0, 12, 2)]),
-        "growing": {"mode": "batch"},
-    },
     "reloaded": {"reload_dataloaders_every_n_epochs": 1},
 }
 
@@ -485,13 +457,12 @@ def test_fractions_of_a_batch_add_up_to_whole_ones(tmp_path):
     assert module.places[11:] == 9 * [2] + 10 * [3] + [4]  # ten times 0.1 is less than 1
 
 
-@pytest.mark.parametrize("epochs", [-1, 5])
-def test_a_number_of_steps_is_left_alone(tmp_path, epochs):
-    module = fit(tmp_path, [8, 16], scheduled(constant), max_steps=6, max_epochs=epochs)
+def test_a_number_of_steps_is_left_alone(tmp_path):
+    module = fit(tmp_path, [8, 16], scheduled(constant), max_steps=6, max_epochs=5)
     assert module.places == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize(("max_steps", "end"), [(15, 15), (20, 20), (25, 20)])
+@pytest.mark.parametrize(("max_steps", "end"), [(15, 15), (25, 20)])
 def test_of_steps_and_epochs_a_schedule_goes_by_what_is_nearer_to_its_end(tmp_path, max_steps, end):
     module = fit(tmp_path, [4, 1], scheduled(constant), max_steps=max_steps, max_epochs=2)
     assert len(module.places) == max_steps and module.places[-1] == end == module.planned
@@ -532,9 +503,7 @@ def test_lightning_steps_the_scheduler_again_after_training(tmp_path):
 
 WAYS = {
     "batch": {},
-    "manual": {},
     "accumulate": {"mode": "accumulate"},
-    "both": {"max_device_batch_size": 5},
     "auto": {"schedule": "auto"},
 }
 
@@ -546,7 +515,7 @@ def run(directory, way, ckpt_path=None, **options):
         return LambdaLR(optimizer, lambda step: math.cos(step / module.planned))
 
     checkpoint = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    module = ManualSlope() if way == "manual" else scheduled(cosine)
+    module = scheduled(cosine)
     return fit(
         directory,
         [4, 6, 6, 9, 16],
@@ -572,9 +541,8 @@ def test_a_resumed_run_goes_on_at_the_same_rate(tmp_path, whole, step):
     way, directory, through = whole
     resumed = run(tmp_path, way, directory / f"step={step}.ckpt")
     assert resumed.weights[-1] == through.weights[-1]
-    if way != "manual":
-        assert resumed.places == through.places[-len(resumed.places) :]
-        assert resumed.planned == through.planned == 22  # with batches of the first size
+    assert resumed.places == through.places[-len(resumed.places) :]
+    assert resumed.planned == through.planned == 22  # with batches of the first size
 
 
 def test_added_in_mid_epoch_the_callback_takes_over_the_schedulers_where_they_are(tmp_path):

@@ -80,21 +80,6 @@ def test_losses_that_were_falling_before_need_not_go_on_falling():
     assert growth.size_before_loss_grew() is None
 
 
-@pytest.mark.parametrize("loss", [torch.ones(3), torch.ones((), dtype=torch.complex64)], ids=["vector", "complex"])
-def test_what_is_no_number_is_left_out(loss):
-    growth = LossGrowth()
-    growth.update(loss)
-    assert growth.state_dict() == LossGrowth().state_dict()
-
-
-def test_a_loss_that_is_changed_afterwards_counts_as_it_was():
-    growth, same, loss = LossGrowth(), LossGrowth(), torch.tensor(2.0)
-    growth.update(loss)
-    same.update(torch.tensor(2.0))
-    loss.fill_(5.0)
-    assert growth.state_dict() == same.state_dict()
-
-
 def test_a_state_goes_on_to_the_same_verdict():
     growth, resumed = after_growth(2.0, 2.0, summed=True), LossGrowth()
     resumed.load_state_dict(growth.state_dict())

@@ -86,14 +86,6 @@ def test_a_bound_that_is_given_holds_from_the_first_batch(tmp_path):
     assert torch.allclose(weights(parts), weights(whole), rtol=0, atol=1e-14)
 
 
-def test_with_enough_memory_nothing_changes(tmp_path):
-    modules = [Exhausting(), Exhausting()]
-    for module, limit in zip(modules, ("auto", None), strict=True):
-        fit(tmp_path, module, limit)
-    assert torch.equal(*map(weights, modules)) and modules[0].sizes == modules[1].sizes
-    assert "_make_closure" not in vars(modules[0].trainer.fit_loop.epoch_loop.automatic_optimization)
-
-
 def test_memory_that_ran_out_is_said_and_the_next_batches_come_in_parts_at_once(tmp_path):
     module = Exhausting(2)
     with pytest.warns(

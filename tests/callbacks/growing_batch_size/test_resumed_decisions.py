@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_struct import GrowingBatchSize
 from tests.callbacks.growing_batch_size.projects import arguments, regression
@@ -61,27 +61,6 @@ class Penalised(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-class Parts(L.LightningModule):
-    """Two optimizers; a penalised parameter has most of the gradient of one in batch 1, and of the other in batch 5."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        torch.manual_seed(0)
-        self.parts = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
-
-    def training_step(self, batch, batch_idx):
-        for part, optimizer, penalised in zip(self.parts, self.optimizers(), (1, 5), strict=True):
-            optimizer.zero_grad()
-            weight = 100.0 if batch_idx == penalised else 0.1
-            loss = F.mse_loss(part(batch[0]), batch[1])
-            self.manual_backward(loss + weight * part.bias.square().sum())
-            optimizer.step()
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD(part.parameters(), lr=1e-4) for part in self.parts]
-
-
 class RawAt(L.LightningModule):
     """Steps its optimizer past Lightning in some batches, of which callbacks are not told."""
 
@@ -104,7 +83,6 @@ class RawAt(L.LightningModule):
 RESUMED = {
     "a parameter that was left out stays so": (lambda: Penalised(batch=1), 4, 10),
     "batches are not checked anew": (lambda: Penalised(batch=5), 4, 10),
-    "optimizers that could not be measured count together": (Parts, 4, 5),
     "what was given up is not measured again": (lambda: RawAt(0), 3, 0),
     "a step past Lightning does not end what has been measured": (lambda: RawAt(4), 4, 9),
 }
@@ -116,45 +94,6 @@ def test_a_resumed_run_goes_by_what_was_found_out(tmp_path, make, stopped, recor
     assert len(whole) == records and resumed == whole
 
 
-class Graphs(IterableDataset):
-    """Graphs of some nodes each, joined into one when they are collated."""
-
-    def __iter__(self):
-        return iter(regression(11))
-
-
-class WithPosition(DataLoader):
-    """Keeps its own position, which Lightning saves."""
-
-    done = 0
-
-    def __iter__(self):
-        start, self.done = self.done, 0
-        for number, batch in enumerate(super().__iter__()):
-            self.done = number + 1
-            if number >= start:
-                yield batch
-        self.done = 0
-
-    def state_dict(self):
-        return {"done": self.done - 1}  # of a stream Lightning has fetched one batch ahead
-
-    def load_state_dict(self, state):
-        self.done = state["done"]
-
-
 def joined(graphs):
     nodes = torch.stack([inputs for inputs, _ in graphs]).repeat_interleave(5, 0)
     return nodes, torch.stack([targets for _, targets in graphs]).repeat_interleave(5, 0)
-
-
-def test_the_last_batch_of_a_stream_has_no_more_samples_than_those_before(tmp_path):
-    loader = WithPosition(Graphs(), batch_size=4, collate_fn=joined)
-    whole, resumed = records_of_whole_and_resumed(
-        tmp_path,
-        lambda: Penalised(batch=None),
-        stopped=2,
-        loader=loader,
-        growing={"mode": "accumulate", "theta": float("inf")},
-    )
-    assert whole[-1]["samples"] == 12 and resumed == whole

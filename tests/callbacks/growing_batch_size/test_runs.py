@@ -42,7 +42,7 @@ LOADERS = {
     "sized stream": lambda data: DataLoader(SizedStream(data), 4),
     "two loaders": lambda data: {"a": DataLoader(data, 4), "b": DataLoader(range(10), 2)},
 }
-WAYS = [{"mode": "batch"}, {"mode": "batch", "max_device_batch_size": 5}]
+WAYS = [{"mode": "batch"}, {"mode": "batch", "max_device_batch_size": 5}, {"mode": "accumulate"}]
 
 
 class Broken(list):

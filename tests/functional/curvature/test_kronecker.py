@@ -235,19 +235,6 @@ def test_the_uses_of_a_parameter_add_up_to_its_gradient(case: Case) -> None:
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.modules())
 
 
-def test_a_layer_that_nothing_comes_back_to_has_no_use() -> None:
-    class Net(nn.ModuleDict):
-        def forward(self, x: Tensor) -> Tensor:
-            self["ignored"](x)
-            return self["used"](x)
-
-    net = Net({"used": nn.Linear(3, 2), "ignored": nn.Linear(3, 2)}).double()
-    ignored = {"weight": net["ignored"].weight}
-    probe = probe_layers(net, (gaussian(4, 3),), list(net.values()), ignored, torch.ones_like)
-    assert {layer for layer, _, _ in probe.uses} == {net["used"]}
-    assert not probe.gradients["weight"].any()
-
-
 def test_dropout_inside_a_layer_has_the_mask_of_the_run() -> None:
     torch.manual_seed(0)
     net = First(nn.LSTM(4, 3, 2, batch_first=True, dropout=0.5)).double()

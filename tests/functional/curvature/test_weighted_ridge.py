@@ -170,13 +170,3 @@ class Names(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.names = {*getattr(self, "names", ()), function.overloadpacket.__name__}
         return function(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("block", [1, 9])
-@pytest.mark.parametrize("size", [3, 2 * FEW_COLUMNS])
-def test_no_threads_are_started_for_a_few_numbers(size, block):
-    """``triu`` does so at any size, and waits for them for milliseconds when other programs run."""
-    x = gaussian(18, size)
-    with Names() as called:
-        learn(WeightedRidge.start(size, 1, 1.0, forgetting=0.9), x, x.sum(1), block if size == 3 else 9)
-    assert called.names.isdisjoint({"triu", "triu_", "tril", "tril_"}) and "geqrf" in called.names

@@ -19,7 +19,6 @@ from lightning_struct.functional import (
     gradient_variance,
     norm_test_batch_size,
     per_sample_gradient_norms,
-    register_layer,
     required_batch_size,
 )
 from lightning_struct.nn import LDRSubdiagonal
@@ -214,10 +213,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     # 3 x 4 and 4 x 2 weights: the Gram matrices are the smaller way for up to 2 positions, the product for more than 3.
     **{str(n): (network, gaussian(*n, 3, seed=1)) for n in ((5,), (5, 1), (5, 2), (5, 3), (5, 2, 3), (1,))},
     "no bias": (lambda: network(bias=False), gaussian(5, 3, seed=1)),
-    **{
-        f"frozen {' and '.join(names)}": (lambda names=names: frozen(*names), gaussian(5, positions, 3, seed=1))
-        for names, positions in ((["0.weight"], 1), (["0.bias"], 2), (["2.weight"], 7), (["0.weight", "0.bias"], 7))
-    },
+    "frozen weight": (lambda: frozen("0.weight"), gaussian(5, 1, 3, seed=1)),
+    "frozen bias": (lambda: frozen("0.bias"), gaussian(5, 2, 3, seed=1)),
+    "frozen layer": (lambda: frozen("0.weight", "0.bias"), gaussian(5, 7, 3, seed=1)),
     "frozen normalization": (with_a_frozen_normalization, gaussian(5, 3, seed=1)),
     "tied": (tied_and_called_twice, gaussian(5, 2, 3, seed=1)),
     "tied head": (TiedHead, gaussian(5, 3, seed=1)),
@@ -442,25 +440,6 @@ def test_the_check_takes_rounding_for_what_it_is_where_a_gradient_vanishes() -> 
     assert not recorder.uncovered
 
 
-class Unforeseen(nn.Linear):
-    """Its rule fails."""
-
-
-register_layer(Unforeseen, rule=lambda call: {"weight": 1 / 0})
-
-
-def test_an_error_within_a_hook_is_raised_or_makes_its_layer_uncovered() -> None:
-    module = nn.Sequential(nn.Linear(3, 4), Unforeseen(4, 2)).double()
-    with GradientNormRecorder(module), pytest.raises(ZeroDivisionError):
-        loss_of(module(gaussian(5, 3, seed=1))).backward()
-    module.zero_grad()
-    with GradientNormRecorder(module, uncovered="skip") as recorder:
-        loss_of(module(gaussian(5, 3, seed=1))).backward()
-    assert [norms.name for norms in recorder.results()] == ["0.weight", "0.bias"]
-    assert "fails (ZeroDivisionError" in recorder.uncovered["1.weight"]
-    assert all(parameter.grad is not None for parameter in module.parameters())
-
-
 def test_a_parameter_that_is_differentiated_twice_is_named() -> None:
     module, inputs = network(), gaussian(5, 3, seed=1).requires_grad_()
     with GradientNormRecorder(module, uncovered="skip") as recorder:
@@ -623,19 +602,9 @@ def test_estimates_depend_on_the_seed_alone() -> None:
     assert torch.equal(estimates[0], estimates[2]) and not torch.equal(estimates[0], estimates[1])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"uncovered": "ignore"}, "'raise' or 'skip', got 'ignore'"), ({"probes": 0}, "probes must be at least 1.*got 0")],
-    ids=["uncovered", "probes"],
-)
-def test_an_option_out_of_range_is_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GradientNormRecorder(network(), **options)
-
-
-def test_attaching_twice_is_an_error() -> None:
-    with GradientNormRecorder(network()) as recorder, pytest.raises(RuntimeError, match="attached already"):
-        recorder.attach()
+def test_a_number_of_probes_below_one_is_named() -> None:
+    with pytest.raises(ValueError, match=r"probes must be at least 1.*got 0"):
+        GradientNormRecorder(network(), probes=0)
 
 
 # --- the variance, and the batch size read off it --------------------------------------------------------------------
@@ -654,12 +623,6 @@ def test_variance_of_equal_gradients_is_zero_and_of_one_sample_an_error() -> Non
     assert gradient_variance(norms, 0.1 * (1 + 1e-12)) == 0.0  # not negative by rounding
     with pytest.raises(ValueError, match="at least 2 samples, got 1"):
         gradient_variance(torch.ones(1), 1.0)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_norms_that_are_not_finite_are_not_taken_for_a_small_variance(bad: float) -> None:
-    with pytest.raises(ValueError, match=f"finite and >= 0, got {bad}"):
-        norm_test_batch_size(torch.tensor([1.0, bad]), 1.0, dataset_size=100, theta=0.5)
 
 
 sizes = st.integers(2, 100_000)
@@ -683,22 +646,10 @@ def test_the_size_passes_the_norm_test_and_one_less_does_not(
     assert n == 1 or error_over_bound(n - 1) > 1 - 1e-9
 
 
-@given(positive, positive, st.one_of(st.none(), sizes), thetas, st.floats(1.0, 100.0), st.integers(-20, 20))
-@settings(max_examples=200)
-def test_noise_asks_for_more_samples_a_longer_gradient_for_fewer_and_the_scale_of_the_loss_for_none(
-    variance: float, squared_norm: float, dataset_size: int | None, theta: float, factor: float, exponent: int
-) -> None:
-    n, scale = required_batch_size(variance, squared_norm, dataset_size, theta), 4.0**exponent
-    assert n <= required_batch_size(variance * factor, squared_norm, dataset_size, theta)
-    assert n >= required_batch_size(variance, squared_norm * factor, dataset_size, theta)
-    assert n == required_batch_size(variance * scale, squared_norm * scale, dataset_size, theta)
-
-
 @pytest.mark.parametrize(
     ("variance", "squared_norm", "dataset_size", "expected"),
     [
         (0.0, 1.0, 100, 1),
-        (0.0, 1.0, None, 1),
         (1.0, 0.0, 100, 100),
         (0.0, 0.0, 100, 100),
         (1.0, 1.0, 1, 1),
@@ -715,12 +666,9 @@ def test_sizes_at_the_edges(variance: float, squared_norm: float, dataset_size: 
     ("arguments", "message"),
     [
         ((1.0, 1.0, 100, 0.0), "theta must be > 0, got 0.0"),
-        ((1.0, 1.0, 100, math.nan), "theta must be > 0, got nan"),
         ((-1.0, 1.0, 100, 0.5), "variance .* got -1.0"),
         ((math.nan, 1.0, 100, 0.5), "variance .* got nan"),
-        ((math.inf, 1.0, 100, 0.5), "variance .* got inf"),
         ((1.0, math.nan, 100, 0.5), "squared norm .* nan"),
-        ((1.0, math.inf, 100, 0.5), "squared norm .* inf"),
         ((1.0, 1.0, 0, 0.5), "dataset_size must be >= 1, got 0"),
     ],
     ids=str,

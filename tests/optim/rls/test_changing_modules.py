@@ -1,7 +1,6 @@
 """Layers that are called with nothing, or not at all, cleared by others, unfrozen later, or moved."""
 
 import copy
-import gc
 import logging
 from functools import partial
 
@@ -11,10 +10,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from lightning_struct.optim import RLS
-from lightning_struct.optim.rls.recorder import MOST_WAITING
-from lightning_struct.optim.rls.statistics import Use
 from tests.optim.helpers import gaussian
-from tests.optim.rls.twins import ADAM, descend, first_step, matrix, weights
+from tests.optim.rls.twins import ADAM, descend, first_step, weights
 
 
 def network():
@@ -54,18 +51,6 @@ def test_a_layer_that_reads_nothing_keeps_its_weights_until_it_reads_something(n
         optimizer.step()
         assert torch.equal(weights(layer), before) == (size == 0)
         assert (list(optimizer.state["rls"]) == ["1.weight"]) == (size == 0)
-
-
-def test_passes_that_are_never_differentiated_to_the_weights_do_not_pile_up():
-    layer = nn.Linear(6, 5)
-    optimizer, inputs = RLS(layer), torch.randn(4, 6, requires_grad=True)
-    for create_graph in (False, True):
-        for _ in range(MOST_WAITING + 9):
-            torch.autograd.grad(layer(inputs).square().sum(), inputs, create_graph=create_graph)
-        gc.collect()
-        assert sum(isinstance(each, Use) for each in gc.get_objects()) <= 1 + MOST_WAITING * create_graph
-    layer(inputs).square().sum().backward()
-    optimizer.step()
 
 
 def test_a_gradient_that_a_step_was_made_with_is_none_for_the_next():
@@ -129,8 +114,6 @@ def test_groups_can_be_added():
 
 WRONG_GROUPS = [
     (lambda m: {"params": m[0].parameters(), "lr": -1.0}, ValueError, "lr must be >= 0, got -1.0"),
-    (lambda m: {"params": m[0].parameters(), "momentum": 1.5}, ValueError, r"momentum must be in \[0, 1\), got 1.5"),
-    (lambda m: {"params": m[0].parameters(), "gradient_scale": 0}, ValueError, "gradient_scale must be > 0, got 0"),
     (lambda m: {"params": [m[3].weight]}, ValueError, "more than one parameter group: 3.weight"),
     (lambda m: {"params": [nn.Parameter(torch.zeros(1))]}, ValueError, r"RLS trains .* others, of shape \(1,\)"),
     (lambda m: [*m.parameters()], TypeError, r"a dict .* {'params': layer.parameters\(\), 'lr': 0.5}, got list"),
@@ -219,7 +202,7 @@ def test_a_module_in_lower_precision_keeps_p_in_float32():
 
 
 @pytest.mark.parametrize("converted", ["before", "after"])
-@pytest.mark.parametrize("form", ["full", "low_rank", "rank1"])
+@pytest.mark.parametrize("form", ["full", "low_rank"])
 def test_p_follows_a_module_into_another_precision(converted, form):
     module = network().float()
     optimizer = RLS(module, momentum=0.5, form=form, auxiliary=ADAM)
@@ -250,16 +233,6 @@ def test_weight_decay_is_decoupled_and_follows_the_learning_rate():
     plain = first_step(copy.deepcopy(module), partial(loss_of, step=0), lr=0.5)
     decayed = first_step(module, partial(loss_of, step=0), lr=0.5, weight_decay=0.1)
     torch.testing.assert_close(decayed["weight"], plain["weight"] - 0.05 * start)
-
-
-def test_p_is_the_inverse_of_the_identity_and_the_mean_inputs_so_far():
-    module = nn.Linear(6, 3).double()
-    optimizer = RLS(module)
-    train(module, optimizer, range(6))
-    means = torch.stack([(gaussian(7, 6, seed=i) + 0.5).mean(0) for i in range(6)])
-    rows = torch.cat([means, means.new_ones(len(means), 1)], 1)
-    expected = torch.linalg.inv(torch.eye(7, dtype=torch.float64) + 0.1 * rows.t() @ rows)
-    torch.testing.assert_close(matrix(optimizer, "weight"), expected)
 
 
 def test_p_of_wide_layers_is_of_low_rank_unless_its_form_is_asked_for(caplog):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_struct.optim import RLS, SHF
-from lightning_struct.optim.rls.gain_limit import FIRST_ITERATIONS
 from tests.cases import flat, trainable
 from tests.optim.helpers import gaussian
 from tests.processes import in_two_processes
@@ -94,26 +92,6 @@ def train(scenario, rank):
     return steps
 
 
-def collectives_of_a_step(max_gain):
-    """Sizes of what RLS itself communicates in one step."""
-    sizes = []
-    original = dist.all_reduce
-
-    def counting(tensor, *args, **kwargs):
-        sizes.append(tensor.numel())
-        return original(tensor, *args, **kwargs)
-
-    module = perceptron().double()
-    optimizer = RLS(module, max_gain=max_gain)
-    module(share(0, None)[0]).sum().backward()
-    dist.all_reduce = counting
-    try:
-        optimizer.step()
-    finally:
-        dist.all_reduce = original
-    return sizes
-
-
 def error_with_sharded_weights(make):
     module = perceptron()
     fully_shard(module, mesh=init_device_mesh("cpu", (WORLD,)))
@@ -131,7 +109,6 @@ def work(rank):
             "SHF": error_with_sharded_weights(partial(SHF, loss="mse")),
         },
         "steps": {name: train(scenario, rank) for name, scenario in SCENARIOS.items()},
-        "collectives": [collectives_of_a_step(bound) for bound in (None, 2.0)],
     }
 
 
@@ -147,13 +124,6 @@ def test_weights_are_those_of_one_process_with_the_whole_batch_and_bitwise_alike
     for mine, other, expected in zip(*runs, train(SCENARIOS[name], None), strict=True):
         assert torch.equal(mine, other)
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12 if mine.dtype == torch.float64 else 1e-3)
-
-
-def test_a_step_sends_one_flat_vector_and_one_for_each_power_iteration(processes):
-    numbers = 1 + 2 + 1  # by layer: rows, sequences in all uses and in the largest ones, and rows with a bias
-    sums = 20 + 30 + 2 * numbers  # 20 and 30 inputs
-    inputs_and_biases = 21 + 31
-    assert processes[0]["collectives"] == [[sums], [sums, *[inputs_and_biases] * FIRST_ITERATIONS]]
 
 
 @pytest.mark.parametrize("name", ["RLS", "SHF"])

@@ -43,10 +43,8 @@ def with_rare_large_entries(x):
 
 SCALES = {
     "standardised": lambda x: (x - x.mean()) / x.std(),
-    "unit_interval": lambda x: x,
     "badly_scaled": lambda x: x * torch.where(torch.arange(x.shape[1]) % 3 == 0, 1e4, 1.0),
     "large": lambda x: 1e4 * x,
-    "constant": lambda x: torch.full_like(x, 3.0),
     "rare_large_entries": with_rare_large_entries,
 }
 
@@ -59,57 +57,22 @@ def images(seed):
     return (patterns[labels] + 0.3 * torch.rand(256, 144, generator=generator)).clamp(max=1), labels
 
 
-def perceptron():
-    return nn.Sequential(
-        nn.Linear(144, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)
-    )
-
-
-def convolutional():
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 12, 12)), nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.ReLU(),
-        nn.Flatten(), nn.Linear(128, 10),
-    )  # fmt: skip
-
-
-def recurrent():
-    class Last(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm, self.head = nn.LSTM(12, 16, batch_first=True), nn.Linear(16, 10)
-
-        def forward(self, x):
-            return self.head(self.lstm(x.unflatten(1, (12, 12)))[0][:, -1])
-
-    return Last()
-
-
-def losses(build, scale, seed, steps=25, **options):
-    inputs, labels = images(seed)
+def losses(scale, **options):
+    inputs, labels = images(0)
     inputs, targets = SCALES[scale](inputs), nn.functional.one_hot(labels, 10).float()
-    torch.manual_seed(seed)
-    module = build()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(144, 32), nn.ReLU(), nn.Linear(32, 10))
 
     def loss_of(step):
         batch = slice(64 * (step % 4), 64 * (step % 4 + 1))
         return (module(inputs[batch]) - targets[batch]).square().sum() / 128
 
-    return descent(module, loss_of, steps, **options)
+    return descent(module, loss_of, 25, **options)
 
 
-@pytest.mark.parametrize(
-    ("build", "scale"),
-    [
-        *((perceptron, scale) for scale in SCALES),
-        *(
-            pytest.param(build, scale, marks=pytest.mark.slow)
-            for build in (convolutional, recurrent)
-            for scale in ("standardised", "large", "rare_large_entries")
-        ),
-    ],
-)
-def test_training_without_settings_never_loses_what_it_began_with(build, scale):
-    values = losses(build, scale, 0)
+@pytest.mark.parametrize("scale", SCALES)
+def test_training_without_settings_never_loses_what_it_began_with(scale):
+    values = losses(scale)
     assert max(values) <= 3 * values[0]  # NaN is not
     assert values[-1] < values[0]
 
@@ -139,20 +102,19 @@ def squared(module, inputs):
     return (module(inputs) - inputs).square().sum()
 
 
-def encoder(frozen):
-    """The decoder, frozen or trained by Adam, enlarges each step of the encoder."""
+def encoder():
+    """The decoder, trained by Adam, enlarges each step of the encoder."""
     inputs = torch.randn(128, 20) @ torch.randn(20, 256) / 20**0.5
     module = nn.Sequential(nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 256))
-    module[2].requires_grad_(not frozen)
     return module, lambda module, step: squared(module, inputs) / 256
 
 
-def uses(number):
-    """A loss for each use of a layer."""
+def uses():
+    """A loss for each of eight uses of a layer."""
     target = torch.randn(20, 5)
 
     def loss(module, step):
-        inputs = torch.randn(number, 32, 20, generator=torch.Generator().manual_seed(step))
+        inputs = torch.randn(8, 32, 20, generator=torch.Generator().manual_seed(step))
         return sum((module(x) - x @ target).square().sum() / 64 for x in inputs)
 
     return nn.Linear(20, 5), loss
@@ -182,11 +144,8 @@ WITH_ADAM = {"exclude": ["2"], "auxiliary": partial(torch.optim.Adam, lr=1e-3)}
     ("make", "options", "steps", "highest", "last"),
     [
         (autoencoder, {}, 60, 1.5, 0.2),
-        (autoencoder, {"momentum": 0.5}, 60, 1.5, 0.2),
-        (partial(encoder, True), {}, 100, 1.1, 0.9),
-        (partial(encoder, False), WITH_ADAM, 100, 1.1, 0.5),
-        (partial(uses, 2), {}, 40, 1.5, 1e-4),
-        (partial(uses, 8), {}, 40, 1.5, 1e-4),
+        (encoder, WITH_ADAM, 100, 1.1, 0.5),
+        (uses, {}, 40, 1.5, 1e-4),
         (lambda: positions(nn.Linear(8, 8), 8, 8), {}, 60, 1.1, 0.1),
         (lambda: positions(nn.Conv2d(8, 8, 3, padding=1), 8, 8, 8), {}, 60, 1.1, 0.1),
         (regression, {}, 100, 1.5, 1e-2),
@@ -201,9 +160,7 @@ def test_training_without_settings_is_stable(make, options, steps, highest, last
 
 def test_without_the_bound_standardised_inputs_end_in_nan():
     with pytest.raises(ValueError, match="NaN or infinity"):
-        losses(
-            lambda: nn.Sequential(nn.Linear(144, 32), nn.ReLU(), nn.Linear(32, 10)), "standardised", 0, max_gain=None
-        )
+        losses("standardised", max_gain=None)
 
 
 # --- the bound itself ------------------------------------------------------------------------------------------------
@@ -290,19 +247,6 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.number += 1
         return function(*args, **(kwargs or {}))
-
-
-def test_a_step_does_not_grow_with_the_calls_of_a_layer():
-    numbers = []
-    for calls in (5, 50):
-        torch.manual_seed(0)
-        layer = nn.Linear(4, 3)
-        optimizer = RLS(layer)
-        torch.stack([layer(3 * torch.randn(2, 4)) for _ in range(calls)]).square().mean().backward()
-        with Counter() as counter:
-            optimizer.step()
-        numbers.append(counter.number)
-    assert numbers[0] == numbers[1]
 
 
 # --- the bound on the change -----------------------------------------------------------------------------------------

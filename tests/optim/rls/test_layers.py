@@ -246,23 +246,9 @@ def test_micro_batches_are_one_batch(name):
     assert largest_difference(build, batches, micro_batches=3, **OPTIONS) <= 1e-12
 
 
-@pytest.mark.parametrize("option", ["momentum", "l1", "gradient_scale", "ratio"])
-def test_every_option_alone_is_that_of_the_definition(option):
-    build, batches = next(c[1:] for c in CASES if c[0] == "few_rows")
-    assert largest_difference(build, batches, **{option: OPTIONS[option]}) <= 1e-12
-
-
 def test_forgetting_is_that_of_the_definition_while_p_has_not_grown():
     build, batches = next(c[1:] for c in CASES if c[0] == "conv2d")
     assert largest_difference(build, batches, forgetting=0.95) <= 1e-12
-
-
-@pytest.mark.parametrize("rows", [3, 30])
-def test_channels_last_images_are_read_as_others(rows):
-    def batches(step):
-        return inputs(rows, 3, 6, 6)(step).to(memory_format=torch.channels_last)
-
-    assert largest_difference(lambda: nn.Conv2d(3, 4, 3, padding=1), batches) <= 1e-12
 
 
 @pytest.mark.parametrize("max_gain", [None, 2.0])

@@ -7,7 +7,6 @@ import warnings
 import weakref
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -223,27 +222,19 @@ def test_a_scheduler_of_the_momentum_acts_on_it():
     [
         ({"ratio": 0.0}, "ratio must be > 0, got 0.0"),
         ({"forgetting": 1.1}, r"forgetting must be in \(0, 1\], got 1.1"),
-        ({"gradient_scale": -1.0}, "gradient_scale must be > 0, got -1.0"),
         ({"gradient_scale": {"7": 1.0}}, "gradient_scale names '7'"),
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
         ({"l1": math.nan}, "l1 must be a finite number >= 0, got nan"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be > 0, or None, got 0.0"),
         ({"max_gain": 0.0}, "max_gain must be > 0, or None, got 0.0"),
         ({"form": "half"}, r"form must be 'full', .*, LowRankP\(...\) or None, got 'half'"),
-        ({"form": LowRankP}, "form must be .* got <class"),
         ({"form": "low_rank", "forgetting": 0.9}, "a P of low rank does not forget"),
         ({"lr": 1.0, "weight_decay": 5.0}, "must be < 1, got lr=1.0 and weight_decay=5.0:"),
-        ({"weight_decay": -1.0}, "weight_decay must be >= 0, got -1.0"),
         ({"lr": math.inf}, "lr must be a finite number >= 0, got inf"),
         ({"exclude": ["head"]}, "exclude has 'head', which is no module of Sequential"),
-        ({"exclude": [nn.Tanh()]}, "exclude has this Tanh, which is no module of Sequential"),
         ({"exclude": "*2"}, r"'\*2', which is no .* the full names of modules, no patterns; it matches '2'$"),
         ({"exclude": ["head.*"]}, r"'head\.\*', which is no .*, no patterns; there are '0', '1', '2'$"),
         ({"exclude": ["0", "2"], "auxiliary": ADAM}, "for RLS to train"),
-        ({"lr": True}, "lr must be a finite number >= 0, got True"),
-        ({"lr": torch.ones(2)}, r"lr must be a finite number >= 0, got tensor\(\[1., 1.\]\)"),
-        ({"gradient_scale": {"0": "a"}}, "gradient_scale must be a finite number > 0, got 'a'"),
-        ({"ratio": {"0": 0.1}}, "ratio must be a finite number > 0, got {'0': 0.1}"),
     ],
 )
 def test_wrong_arguments_are_named(options, message):
@@ -255,27 +246,21 @@ def is_head(name, layer):
     return name == "2"
 
 
-def excluding(exclude):
-    module = network()
-    module[1] = exclude[0] if isinstance(exclude, list) else module[1]
-    return RLS(module, exclude=exclude)
-
-
 WITH_NORM = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 3)), nn.Tanh(), nn.Linear(3, 2))
-ONLY = "exclude has this {}, but takes modules or the full names of modules"
 EXTRA = [nn.Parameter(torch.ones(1))]
 
 
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: LowRankP(rank=1.5), ValueError, "rank must be an integer >= 1, got 1.5"),
         (lambda: LowRankP(rank=0), ValueError, "rank must be an integer >= 1, got 0"),
         (lambda: RLS(mixed()), ValueError, r"0\.weight, 2\.weight, 2\.bias"),
         (lambda: RLS(WITH_NORM, exclude=["2"], auxiliary=ADAM), ValueError, "are no parameters, as in 0$"),
-        (lambda: excluding(is_head), TypeError, ONLY.format("function is_head")),
-        (lambda: excluding([nn.Tanh(), 2]), TypeError, ONLY.format("int")),
-        (lambda: excluding(nn.Linear), TypeError, ONLY.format("type Linear")),
+        (
+            lambda: RLS(network(), exclude=is_head),
+            TypeError,
+            "exclude has this function is_head, but takes modules or the",
+        ),
         (lambda: RLS(network(torch.bfloat16)), ValueError, "0.weight is torch.bfloat16.*bf16-mixed"),
         (lambda: RLS(nn.LazyLinear(3)), ValueError, "weight, bias have no shape yet: .* before making RLS"),
         (
@@ -285,9 +270,7 @@ EXTRA = [nn.Parameter(torch.ones(1))]
         ),
         (lambda: RLS(network().parameters()), TypeError, "RLS takes the module.*return RLS"),
         (lambda: RLS(mixed(), auxiliary=ADAM(network().parameters())), TypeError, r"got this Adam: .*partial\(torch"),
-        (lambda: RLS(mixed(), auxiliary="a"), TypeError, "must be a function .*, got this str"),
         (lambda: RLS(mixed(), auxiliary=torch.optim.LBFGS), TypeError, "auxiliary makes an LBFGS, which evaluates"),
-        (lambda: RLS(mixed(), auxiliary=list), TypeError, "auxiliary must make an optimizer, got list from it"),
         (lambda: RLS(mixed(), auxiliary=lambda given: ADAM(EXTRA)), ValueError, r"leaves out 0\.weight"),
         (lambda: RLS(mixed(), auxiliary=lambda given: ADAM(given + EXTRA)), ValueError, "it takes others as well"),
     ],
@@ -307,11 +290,6 @@ def test_a_rate_that_weight_decay_does_not_allow_is_refused_when_a_scheduler_com
     with pytest.raises(ValueError, match=r"must be < 1, got lr=2.0 and weight_decay=0.5:.* rates of a scheduler"):
         train(module, optimizer, range(1, 2))
     assert torch.equal(weights(module), before)
-
-
-def test_numbers_may_be_of_numpy_or_in_a_tensor():
-    optimizer = RLS(network(), lr=torch.tensor(0.5), l1=np.float32(0.0), form=LowRankP(rank=np.int64(2)))
-    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize("where", ["inputs", "gradient"])
@@ -493,15 +471,6 @@ def test_under_autocast_p_stays_in_float32():
     assert matrix(optimizer, "0.weight").dtype == torch.float32
     torch.testing.assert_close(matrix(optimizer, "0.weight"), matrix(plain, "0.weight"), rtol=0, atol=1e-6)
     assert_equal(module, reference, 0.03)
-
-
-def test_a_trace_of_the_module_does_not_hold_what_is_recorded():
-    module, inputs = network(), batch(0)
-    plain = torch.jit.trace(network(), inputs).inlined_graph
-    optimizer = RLS(module)
-    traced = torch.jit.trace(module, inputs, check_trace=False).inlined_graph
-    assert len(list(traced.nodes())) == len(list(plain.nodes()))
-    train(module, optimizer)
 
 
 def test_the_outputs_of_a_step_do_not_outlive_it():

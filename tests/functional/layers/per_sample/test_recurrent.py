@@ -157,16 +157,6 @@ def test_another_mask_of_dropout_is_noticed_and_none_is_drawn_in_evaluation() ->
     assert_shares(layer, measured(layer, inputs, which=[0]), losses)
 
 
-def test_arguments_may_be_given_by_name() -> None:
-    layer, inputs = make("gru"), gaussian(STEPS, SAMPLES, IN)
-    given = {"input": inputs, "hx": initial_state(layer)}
-    outputs = layer(**given)
-    cotangents = torch.autograd.grad(loss_of(outputs, [0]), flat(outputs), allow_unused=True)
-    contributions = recurrent_contributions(LayerCall(layer, (), given, outputs, cotangents, None))
-    losses = [loss_of(layer(*alone(layer, inputs, given["hx"], sample)), [0]) for sample in range(SAMPLES)]
-    assert_shares(layer, contributions, losses)
-
-
 def test_several_sequences_may_be_one_sample_and_the_cotangents_are_left_as_they_are() -> None:
     layer, inputs = make("lstm"), gaussian(STEPS, SAMPLES, IN)
     losses = [loss_of(layer(inputs[:, pair]), [0]) for pair in (slice(0, 2), slice(2, 4))]

@@ -75,26 +75,21 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "linear": (lambda: nn.Linear(3, 4), gaussian(5, 3)),
     "subclass of linear": (lambda: LikeLinear(3, 4), gaussian(5, 3)),
     "linear, positions": (lambda: nn.Linear(3, 4), gaussian(5, 7, 3)),
-    "linear, two dimensions of positions": (lambda: nn.Linear(3, 4), gaussian(5, 2, 3, 3)),
     "linear without bias": (lambda: nn.Linear(3, 4, bias=False), gaussian(5, 3)),
     "conv1d": (lambda: nn.Conv1d(2, 3, 3), gaussian(4, 2, 9)),
     "conv2d": (lambda: nn.Conv2d(2, 3, 3, padding=1), gaussian(4, 2, 5, 6)),
     "conv2d to fewer channels": (lambda: nn.Conv2d(4, 2, 3, padding=1), gaussian(4, 4, 5, 6)),
-    "conv2d to fewer channels, no padding": (lambda: nn.Conv2d(4, 2, (2, 3)), gaussian(4, 4, 5, 6)),
     "conv2d to fewer channels, wide padding": (lambda: nn.Conv2d(4, 2, 3, padding=4), gaussian(4, 4, 5, 6)),
     "conv2d to fewer channels, dilated": (lambda: nn.Conv2d(4, 2, 3, padding=1, dilation=2), gaussian(4, 4, 5, 6)),
     "conv2d to fewer channels, groups": (lambda: nn.Conv2d(8, 4, 3, padding=1, groups=2), gaussian(3, 8, 5, 6)),
     "conv2d to fewer channels, stride": (lambda: nn.Conv2d(4, 2, 3, stride=2), gaussian(4, 4, 6, 6)),
     "conv2d of few positions": (lambda: nn.Conv2d(6, 8, 3), gaussian(4, 6, 4, 3)),
-    "conv2d of few positions, groups": (lambda: nn.Conv2d(8, 16, 3, groups=2), gaussian(4, 8, 4, 3)),
     "conv2d of one position": (lambda: nn.Conv2d(3, 4, 3), gaussian(4, 3, 3, 3)),
     "conv2d, stride, dilation": (lambda: nn.Conv2d(2, 3, (3, 2), (2, 3), (1, 2), (2, 1)), gaussian(4, 2, 9, 8)),
     "conv2d, depthwise": (lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4), gaussian(3, 4, 5, 5)),
     "conv2d, groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, bias=False), gaussian(3, 4, 5, 5)),
     "conv2d, same": (lambda: nn.Conv2d(2, 3, (4, 3), padding="same", dilation=(1, 2)), gaussian(4, 2, 6, 6)),
-    "conv2d, valid": (lambda: nn.Conv2d(2, 3, 2, padding="valid"), gaussian(4, 2, 4, 4)),
     "conv2d, reflect": (lambda: nn.Conv2d(2, 3, 3, padding=2, padding_mode="reflect"), gaussian(4, 2, 5, 6)),
-    "conv2d, replicate": (lambda: nn.Conv2d(3, 2, 3, padding=1, padding_mode="replicate"), gaussian(4, 3, 5, 6)),
     "conv2d, circular": (lambda: nn.Conv2d(2, 3, 4, padding="same", padding_mode="circular"), gaussian(4, 2, 5, 6)),
     "conv3d": (lambda: nn.Conv3d(2, 3, (2, 3, 2), stride=(1, 2, 1), padding=1), gaussian(3, 2, 4, 5, 4)),
     "conv_transpose1d": (lambda: nn.ConvTranspose1d(2, 3, 4, stride=2, padding=1), gaussian(4, 2, 5)),
@@ -102,31 +97,23 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "conv_transpose2d, output padding over the stride": (
         lambda: nn.ConvTranspose2d(4, 3, 3, output_padding=1, dilation=2), gaussian(4, 4, 3, 4)
     ),
-    "conv_transpose3d": (lambda: nn.ConvTranspose3d(2, 1, 2, stride=2), gaussian(3, 2, 2, 2, 2)),
     "embedding": (lambda: nn.Embedding(4, 3), integers(4, 5, 6)),
-    "embedding of one token": (lambda: nn.Embedding(4, 3), integers(4, 5)),
     "embedding, padding": (lambda: nn.Embedding(4, 3, padding_idx=2), integers(4, 5, 6)),
     "embedding, frequencies": (lambda: nn.Embedding(4, 3, scale_grad_by_freq=True), integers(4, 5, 6)),
     "layer_norm": (lambda: nn.LayerNorm(4), gaussian(5, 4)),
     "layer_norm, positions": (lambda: nn.LayerNorm(4), gaussian(5, 3, 4)),
-    "layer_norm, two dimensions": (lambda: nn.LayerNorm((3, 4)), gaussian(5, 2, 3, 4)),
     "layer_norm without bias": (lambda: nn.LayerNorm(4, bias=False), gaussian(5, 4)),
     "rms_norm": (lambda: nn.RMSNorm(4), gaussian(5, 3, 4)),
     "group_norm": (lambda: nn.GroupNorm(2, 4), gaussian(5, 4, 3, 3)),
-    "group_norm of vectors": (lambda: nn.GroupNorm(2, 4), gaussian(5, 4)),
     "instance_norm": (lambda: nn.InstanceNorm2d(3, affine=True), gaussian(4, 3, 3, 3)),
     "batch_norm1d, training": (lambda: nn.BatchNorm1d(3), gaussian(5, 3)),
     "batch_norm1d, training, positions": (lambda: nn.BatchNorm1d(3), gaussian(5, 3, 4)),
-    "batch_norm1d": (lambda: nn.BatchNorm1d(3).eval(), gaussian(5, 3)),
-    "batch_norm2d, training": (lambda: nn.BatchNorm2d(3), gaussian(5, 3, 2, 2)),
     "batch_norm2d": (lambda: nn.BatchNorm2d(3).eval(), gaussian(5, 3, 2, 2)),
     "batch_norm2d without statistics": (
         lambda: nn.BatchNorm2d(3, track_running_stats=False).eval(), gaussian(5, 3, 2, 2)
     ),
-    "batch_norm3d": (lambda: nn.BatchNorm3d(3).eval(), gaussian(4, 3, 2, 2, 2)),
     "prelu": (lambda: nn.PReLU(), gaussian(5, 3)),
     "prelu of channels": (lambda: nn.PReLU(3), gaussian(5, 3, 4)),
-    "prelu of features": (lambda: nn.PReLU(3), gaussian(5, 3)),
 }  # fmt: skip
 
 
@@ -154,10 +141,9 @@ def test_frozen_parameters_have_no_shares(case: str, frozen: str) -> None:
         (lambda: nn.Linear(3, 4), gaussian(7, 5, 3), 5),
         (lambda: nn.Linear(3, 4), gaussian(7, 5, 3), [4, 5]),
         (lambda: nn.Embedding(4, 3), integers(4, 7, 5), 5),
-        (lambda: nn.LayerNorm(3), gaussian(7, 5, 3), 5),
         (lambda: nn.PReLU(), gaussian(7, 5, 3), 5),
     ],
-    ids=["linear", "linear, several sizes", "embedding", "layer_norm", "prelu"],
+    ids=["linear", "linear, several sizes", "embedding", "prelu"],
 )
 def test_the_samples_are_in_the_second_dimension_where_the_sequence_comes_first(
     make: Callable[[], nn.Module], inputs: Tensor, samples: SampleCount
@@ -170,18 +156,15 @@ def test_the_samples_are_in_the_second_dimension_where_the_sequence_comes_first(
     [
         (lambda: nn.Linear(3, 4), gaussian(6, 3)),
         (lambda: nn.Linear(3, 4), gaussian(6, 5, 3)),
-        (lambda: nn.Conv1d(2, 3, 3, padding=1), gaussian(6, 2, 5)),
         (lambda: nn.Conv2d(2, 3, 3, padding=1, stride=2), gaussian(6, 2, 5, 5)),
         (lambda: nn.ConvTranspose2d(4, 3, 3, stride=2), gaussian(6, 4, 3, 3)),
-        (lambda: nn.BatchNorm2d(3), gaussian(6, 3, 2, 2)),
         (lambda: nn.LayerNorm((2, 3)), gaussian(6, 2, 3)),
         (lambda: nn.Embedding(4, 3), integers(4, 6, 5)),
-        (lambda: nn.PReLU(3), gaussian(6, 3, 2)),
         (lambda: nn.BatchNorm2d(2), gaussian(6, 2, 3, 3)),
         (lambda: nn.PReLU(2), gaussian(6, 2, 3)),
     ],
-    ids=["linear", "linear, positions", "conv1d", "conv2d", "conv_transpose2d", "batch_norm", "layer_norm", "embedding",
-         "prelu", "batch_norm, as many channels as samples", "prelu, as many channels as samples"],
+    ids=["linear", "linear, positions", "conv2d", "conv_transpose2d", "layer_norm", "embedding",
+         "batch_norm, as many channels as samples", "prelu, as many channels as samples"],
 )  # fmt: skip
 def test_consecutive_rows_belong_to_one_sample(make: Callable[[], nn.Module], inputs: Tensor) -> None:
     assert_shares_are_right(made(make), inputs, samples=2, rows=3)
@@ -335,11 +318,3 @@ def test_what_a_layer_gives_the_next_time_is_compared_in_units_of_its_outputs(si
     assert contributions(LayerCall(layer, (inputs,), {}, rounded, [torch.ones_like(outputs)]))
     with pytest.raises(Uncovered, match="another output"):
         contributions(LayerCall(layer, (inputs,), {}, other, [torch.ones_like(outputs)]))
-
-
-def test_running_a_pruned_layer_again_leaves_its_weight_alone() -> None:
-    layer, inputs = prune.l1_unstructured(made(lambda: nn.Linear(3, 4)), "weight", 0.5), gaussian(5, 3)
-    outputs = layer(inputs)
-    weight = layer.weight
-    contributions(LayerCall(layer, (inputs,), {}, outputs.detach(), [torch.ones_like(outputs)]))
-    assert layer.weight is weight

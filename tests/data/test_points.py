@@ -262,12 +262,6 @@ class Residual(Fitted):
         return self(batch).square().mean()
 
 
-def test_module_of_one_region_may_return_a_tensor_of_residuals(tmp_path):
-    data = PointsDataModule(Decay(), {"interior": 400}, residual_share=0.5, redraw_every_n_steps=1, steps_per_epoch=2)
-    batches = fit(tmp_path, data, Residual(), max_epochs=1)
-    assert len(batches) == 2 and all((batch["interior"] > 0.9).sum() >= 200 for batch in batches)
-
-
 def test_residual_share_needs_a_trainer():
     with pytest.raises(MisconfigurationException, match="train with a Trainer"):
         points_of_heat(residual_share=0.5).train_dataloader()

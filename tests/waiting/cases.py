@@ -22,7 +22,7 @@ from lightning_struct import nn as structured
 from lightning_struct.callbacks import NoiseEstimator
 from lightning_struct.functional import per_sample_gradient_norms
 from lightning_struct.optim import RLS, SHF
-from lightning_struct.optim.shf.settings import LSMR, Kronecker
+from lightning_struct.optim.shf.settings import Kronecker
 from tests.cases import First
 from tests.waiting.standin import DEVICE, StandInDevice
 
@@ -51,19 +51,6 @@ class Tagger(nn.Module):
         return self.head(self.rnn(x.transpose(0, 1))[0].transpose(0, 1))
 
 
-class Residual(nn.Module):
-    """Many layers that are not in a chain, so that the gradients of single samples come from what each reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(nn.Linear(4, 4) for _ in range(6)), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return self.head(x)
-
-
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
@@ -83,13 +70,11 @@ def labels(*shape: int) -> Tensor:
 # name -> module, loss, inputs, targets, whether with the paper's settings, options
 SHF_CASES: dict[str, tuple[Callable[[], nn.Module], str, Tensor, Tensor | None, bool, dict[str, Any]]] = {
     "mse": (mlp, "mse", numbers(32, 4), numbers(32, 3), False, {}),
-    "many layers": (Residual, "mse", numbers(32, 4), numbers(32, 3), False, {}),
     "cross-entropy": (mlp, "cross_entropy", numbers(32, 4), labels(32), False, {}),
     "binary cross-entropy": (mlp, "binary_cross_entropy", numbers(32, 4), labels(32, 3).clamp_max(1), False, {}),
     "convolutions": (cnn, "cross_entropy", numbers(16, 1, 6, 6), labels(16), False, {"preconditioner": Kronecker()}),
     "recurrent": (Tagger, "cross_entropy", numbers(8, 5, 4), labels(8, 5), False, {}),
     "paper": (mlp, "cross_entropy", numbers(32, 4), labels(32), True, {}),
-    "paper with l2": (mlp, "mse", numbers(32, 4), numbers(32, 3), True, {"l2": 1e-3, "solver": LSMR(maxiter=10)}),
     "exact residuals": (Curve, "least_squares", numbers(20, 1).double(), None, False, {"solver": "exact"}),
     "residuals by lsmr": (Curve, "least_squares", numbers(20, 1).double(), None, False, {"solver": "lsmr"}),
 }

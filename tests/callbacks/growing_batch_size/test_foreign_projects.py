@@ -23,16 +23,13 @@ from tests.callbacks.growing_batch_size.projects import (
     PROJECTS,
     SAMPLES,
     WARNINGS_OF_PROJECTS,
-    Classifier,
     Manual,
     Project,
     Reference,
     Regressor,
     all_rows,
     arguments,
-    convolutional,
     fit,
-    images,
     regression,
     seed,
     squared_errors,
@@ -194,15 +191,6 @@ class OfObjects(Regressor):
         return self.loss(self(batch.inputs), batch.targets)
 
 
-class OfLists(Classifier):
-    def __init__(self):
-        super().__init__(convolutional(nn.Identity()))
-
-    def training_step(self, batch, batch_idx):
-        pixels, labels = zip(*batch, strict=True)
-        return self.loss(self(torch.stack(pixels)), torch.stack(labels))
-
-
 class TimeFirst(Regressor):
     """Reads (time, samples, features)."""
 
@@ -222,7 +210,6 @@ def time_first(samples):
 
 FORMS = {
     "objects": lambda: (OfObjects(), DataLoader(regression(42), batch_size=FIRST, collate_fn=Samples)),
-    "lists of samples": lambda: (OfLists(), DataLoader(images(42), batch_size=FIRST, collate_fn=list)),
     "time first": lambda: (TimeFirst(), DataLoader(regression(42), batch_size=FIRST, collate_fn=time_first)),
 }
 

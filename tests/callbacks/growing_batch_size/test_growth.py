@@ -7,7 +7,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
-    EarlyStopping,
     LearningRateFinder,
     ModelCheckpoint,
     RichProgressBar,
@@ -273,13 +272,6 @@ def test_accumulated_batches_count_as_one(tmp_path):
 # Other readers of the training loader
 
 
-class OneBatch(Reader):
-    """Looks at a batch of the training loader, as for a picture, at each validation."""
-
-    def on_validation_epoch_start(self):
-        next(iter(self.trainer.train_dataloader))
-
-
 class WholeSet(Reader):
     """Reads the training set at each validation, as a nearest-neighbour score does."""
 
@@ -306,7 +298,7 @@ class AtEpochStart(Reader):
         next(iter(self.trainer.train_dataloader))
 
 
-READERS = [OneBatch, WholeSet, Validated, AtEpochStart]
+READERS = [WholeSet, Validated, AtEpochStart]
 
 
 def fit_read(tmp_path, reader):
@@ -525,11 +517,3 @@ def test_after_a_refusal_the_trainer_and_its_loader_are_as_they_were(tmp_path):
     with pytest.raises(MisconfigurationException):
         fit(tmp_path, {"a": good, "b": Batches()}, growing=Growing(mode="batch"))
     assert type(good) is DataLoader
-
-
-def test_early_stopping_stops_in_mid_epoch(tmp_path):
-    stopping = EarlyStopping("val_loss", patience=2)
-    module = fit(
-        tmp_path, loader(), [8], callbacks=[stopping], validation=loader(4), val_check_interval=0.25, max_epochs=5
-    )
-    assert module.validated_after == [12, 20, 28]

@@ -1,7 +1,5 @@
 """Batch sizes set by hand, by the samples seen."""
 
-import math
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -34,12 +32,8 @@ def test_before_the_first_entry_there_is_no_size():
     [
         ("0:32 50000-128", r"entry 2, '50000-128' \(at character 6\), cannot be read: .*'0:32 50_000:128'"),
         ("0:32, 50_000:128", r"entry 1, '0:32,' .* cannot be read"),
-        ("0:3.5", "entry 1, '0:3.5' .* cannot be read"),
-        ("1.5:32", "entry 1, '1.5:32' .* cannot be read"),
         ("-1:32", "entry 1, '-1:32' .* cannot be read"),
-        ("1__0:32", "entry 1, '1__0:32' .* cannot be read"),
         ("0:0", "entry 1, '0:0' .* a batch size below 1"),
-        ("0:32 100:64 99:128", "entry 3, '99:128' .* does not come after the 100 samples before it"),
         ("0:32 100:64 100:128", "entry 3, '100:128' .* does not come after the 100 samples before it"),
         ("0:32 100:129", "entry 2, '100:129' .* above max_batch_size=128: lower it"),
         (" ", "schedule=' ' is empty"),
@@ -125,8 +119,3 @@ def test_another_rule_is_contradictory(other):
         MisconfigurationException, match=f"schedule='0:8' sets the sizes.*{next(iter(other))}=.*leave one"
     ):
         GrowingBatchSize(schedule="0:8", **other)
-
-
-@pytest.mark.parametrize("other", [{"theta": math.inf}, {"scale_lr": "linear"}])
-def test_what_has_a_meaning_beside_a_schedule_is_taken(other):
-    GrowingBatchSize(schedule="0:8", **other)

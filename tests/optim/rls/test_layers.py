@@ -75,12 +75,9 @@ CONVOLUTIONS = [
     ("groups", lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), inputs(5, 4, 5, 5)),
     ("depthwise", lambda: nn.Conv2d(3, 6, 2, groups=3, bias=False), inputs(5, 3, 5, 5)),
     ("same_even", lambda: nn.Conv2d(2, 3, (4, 2), padding="same", dilation=(1, 2)), inputs(4, 2, 6, 7)),
-    ("valid", lambda: nn.Conv1d(2, 3, 2, padding="valid"), inputs(4, 2, 6)),
     ("reflect", lambda: nn.Conv2d(2, 3, 3, padding=2, padding_mode="reflect"), inputs(4, 2, 5, 6)),
-    ("replicate", lambda: nn.Conv3d(2, 3, 2, padding=(1, 2, 3), padding_mode="replicate"), inputs(3, 2, 3, 3, 3)),
     ("circular", lambda: nn.Conv1d(2, 3, 4, padding=3, stride=2, padding_mode="circular"), inputs(4, 2, 6)),
     ("circular_same", lambda: nn.Conv2d(2, 3, 4, padding="same", padding_mode="circular"), inputs(4, 2, 6, 5)),
-    ("no_batch", lambda: nn.Conv2d(2, 3, 3), inputs(2, 5, 5)),
     ("channels_last", lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), inputs(5, 3, 6, 6)),
 ]
 
@@ -137,12 +134,10 @@ def in_the_order_of_a_convolution(layer, weight):
 
 
 TRANSPOSED = [
-    ("1d", lambda: nn.ConvTranspose1d(3, 4, 3), inputs(5, 3, 6)),
     ("2d", lambda: nn.ConvTranspose2d(3, 4, 3, 2, padding=1, output_padding=1), inputs(4, 3, 4, 3)),
     ("3d", lambda: nn.ConvTranspose3d(2, 3, (1, 2, 3), (1, 2, 1), padding=(0, 1, 0)), inputs(3, 2, 2, 3, 3)),
     ("groups", lambda: nn.ConvTranspose2d(4, 6, 3, 2, groups=2), inputs(4, 4, 3, 3)),
     ("dilated", lambda: nn.ConvTranspose2d(2, 3, (3, 2), (2, 3), (1, 0), (1, 2), dilation=(2, 1)), inputs(4, 2, 4, 3)),
-    ("cropped", lambda: nn.ConvTranspose1d(2, 3, 3, 2, padding=3), inputs(4, 2, 6)),
     ("no_bias", lambda: nn.ConvTranspose1d(2, 3, 4, 2, bias=False), inputs(4, 2, 5)),
     ("no_batch", lambda: nn.ConvTranspose2d(2, 3, 3), inputs(2, 3, 4)),
 ]

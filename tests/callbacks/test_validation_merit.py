@@ -249,25 +249,6 @@ def test_a_validation_due_at_a_checkpoint_is_made_up_for(tmp_path, step):
     assert (resumed.best_value, resumed.best_step, resumed.wait) == (whole.best_value, whole.best_step, whole.wait)
 
 
-def test_a_run_resumed_with_more_batches_in_an_epoch_trains_on(tmp_path):
-    """As with fewer processes: the checkpoint is of the last batch of an epoch, and its validation is due."""
-
-    def loader(batches):
-        return DataLoader(regression_data(60), batch_size=60 // batches)
-
-    steps = []
-    for callbacks in ([], [ValidationMeritStopping()]):
-        directory = tmp_path / f"with {len(callbacks)} callbacks"
-        checkpoint = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-        options = {"callbacks": [*callbacks, checkpoint], "max_epochs": 1, "limit_val_batches": 1}
-        saving = make_trainer(tmp_path, enable_checkpointing=True, **options)
-        saving.fit(ScriptedNetwork([1] * 9), loader(2), validation_loader(8))
-        resumed = make_trainer(tmp_path, **(options | {"callbacks": callbacks, "max_epochs": 3}))
-        resumed.fit(ScriptedNetwork([1] * 9), loader(4), validation_loader(8), ckpt_path=directory / "step=2.ckpt")
-        steps.append(resumed.global_step)
-    assert steps[0] == steps[1] > 2
-
-
 # In any project
 
 

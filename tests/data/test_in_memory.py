@@ -148,12 +148,8 @@ def test_loader_before_setup_is_refused():
     [
         ({"draws": "sometimes"}, "draws must be 'independent' or 'epoch', but is 'sometimes'"),
         ({"batch_size": 0}, "batch_size must be at least 1, but is 0"),
-        ({"eval_batch_size": -1}, "eval_batch_size must be at least 1, but is -1"),
         ({"draws_per_epoch": 0}, "draws_per_epoch must be at least 1, but is 0"),
-        ({"batch_size": None}, "batch_size must be a whole number >= 1, but is None"),
-        ({"train_size": None}, "train_size must be a whole number >= 1, but is None"),
         ({"seed": -1}, "seed must be at least 0, but is -1"),
-        ({"val_size": -5}, "val_size must be at least 1, but is -5"),
         ({"test_size": 0}, "test_size must be at least 1, but is 0"),
     ],
 )

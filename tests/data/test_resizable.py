@@ -118,13 +118,6 @@ def test_another_reader_of_the_loader_does_not_use_up_a_resumed_position():
     assert batches(sizes.loader)[0] == [4, 5]
 
 
-def test_what_is_set_on_the_loader_holds_for_the_resizable_one():
-    loader = DataLoader(range(4), batch_size=2)
-    sizes = ResizableLoader(loader)
-    loader.collate_fn = sum
-    assert list(sizes.loader) == [1, 5]
-
-
 # Foreign batch samplers
 
 
@@ -195,18 +188,6 @@ def test_the_length_of_a_stream_shared_by_workers_counts_the_last_batch_of_each(
     sizes.batch_size = 4
     told = len(loader)
     assert told == len(batches(loader)) == len(loader)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: DataLoader(Stream(5), batch_size=2), ""),
-        (lambda: DataLoader(range(13), batch_sampler=Buckets(sized=False)), ""),
-    ],
-)
-def test_loaders_without_length_stay_without(make, message):
-    with pytest.raises(TypeError, match=message):
-        len(ResizableLoader(make()).loader)
 
 
 # Resuming

@@ -169,18 +169,6 @@ def normalised():
     return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
 
 
-def test_averages_of_weights_are_those_that_training_ends_with(tmp_path):
-    """With batch normalisation Lightning makes another epoch, and at its end a step without a backward pass."""
-    module = AutomaticNetwork(exclude=["layers.1"], auxiliary=functools.partial(torch.optim.SGD, lr=0.0))
-    module.layers = normalised()
-    averaging = StochasticWeightAveraging(swa_lrs=[1.0, 0.1], swa_epoch_start=1)
-    trainer = make_trainer(tmp_path, callbacks=[averaging], max_epochs=4, limit_val_batches=0)
-    trainer.fit(module, loader())
-    for layer, average in zip(module.layers, averaging._average_model.layers, strict=True):
-        if isinstance(layer, nn.Linear):
-            assert torch.equal(weights(layer), weights(average))
-
-
 def test_averages_with_batch_normalisation_are_refused_in_manual_optimization(tmp_path):
     module = ManualNetwork(exclude=["layers.1"], auxiliary=functools.partial(torch.optim.SGD, lr=0.0))
     module.layers = normalised()

@@ -274,20 +274,24 @@ def test_a_compiled_lightning_module_is_measured_by_its_backward_passes_alone(tm
     assert len(growing.records) == (0 if batches == 1 else 4)
 
 
-class SequenceFirst(WithoutLog):
+class SequenceFirst(L.LightningModule):
     """Reads (positions, samples, 1)."""
 
     def __init__(self):
-        super().__init__(nn.LSTM(1, 2))
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(1, 8), nn.Linear(8, 8)
 
-    def forward(self, inputs):
-        return self.network(inputs.transpose(0, 1))[0][-1]
+    def training_step(self, batch, batch_idx):
+        return self.head(self.lstm(batch[0].transpose(0, 1))[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def test_as_many_positions_as_samples_are_not_measured_where_positions_may_come_first(tmp_path):
     growing = GrowingBatchSize(max_batch_size=8, estimator=NoiseEstimator(every_n_steps=1))
-    loader = DataLoader(TensorDataset(torch.randn(64, 8, 1), torch.randn(64, 2)), 8)
-    message = r"which dimension of its tensor of shape \(8, 8, 1\).*Nothing is measured any more"
+    trainer = make_trainer(tmp_path, callbacks=[growing], max_epochs=1)
+    message = r"which dimension of its tensor of shape \(8, 8, 8\).*Nothing is measured any more"
     with pytest.warns(UserWarning, match=message):
-        make_trainer(tmp_path, callbacks=[growing], max_epochs=1).fit(SequenceFirst(), loader)
+        trainer.fit(SequenceFirst(), DataLoader(TensorDataset(torch.randn(64, 8, 1)), 8))
     assert growing.records == []

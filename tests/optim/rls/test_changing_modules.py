@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from lightning_struct.optim import RLS
 from tests.optim.helpers import gaussian
-from tests.optim.rls.twins import ADAM, descend, first_step, weights
+from tests.optim.rls.twins import ADAM, descend, first_step, matrix, weights
 
 
 def network():
@@ -233,6 +233,16 @@ def test_weight_decay_is_decoupled_and_follows_the_learning_rate():
     plain = first_step(copy.deepcopy(module), partial(loss_of, step=0), lr=0.5)
     decayed = first_step(module, partial(loss_of, step=0), lr=0.5, weight_decay=0.1)
     torch.testing.assert_close(decayed["weight"], plain["weight"] - 0.05 * start)
+
+
+def test_p_is_the_inverse_of_the_identity_and_the_mean_inputs_so_far():
+    module = nn.Linear(6, 3).double()
+    optimizer = RLS(module)
+    train(module, optimizer, range(6))
+    means = torch.stack([(gaussian(7, 6, seed=i) + 0.5).mean(0) for i in range(6)])
+    rows = torch.cat([means, means.new_ones(len(means), 1)], 1)
+    expected = torch.linalg.inv(torch.eye(7, dtype=torch.float64) + 0.1 * rows.t() @ rows)
+    torch.testing.assert_close(matrix(optimizer, "weight"), expected)
 
 
 def test_p_of_wide_layers_is_of_low_rank_unless_its_form_is_asked_for(caplog):

@@ -308,15 +308,18 @@ def test_a_pass_is_resumed_at_the_first_sample_that_was_not_used(read, position,
     assert batches(another)[0] == expected
 
 
-def test_random_numbers_of_others_are_not_disturbed_by_a_resume():
+def test_a_resumed_pass_draws_from_the_global_generator_as_any_other():
     loader, sizes = resizable(range(20), batch_size=4, shuffle=True)
     next(iter(loader))
-    another, second = resizable(range(20), batch_size=4, shuffle=True)
-    second.resume(sizes.position())
-    iterator = iter(another)
-    state = torch.get_rng_state()
-    next(iterator)
-    assert torch.equal(torch.get_rng_state(), state)
+    states = []
+    for position in (None, sizes.position()):
+        another, second = resizable(range(20), batch_size=4, shuffle=True)
+        if position is not None:
+            second.resume(position)
+        torch.manual_seed(0)
+        next(iter(another))
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
 
 
 # Restoring and refusing

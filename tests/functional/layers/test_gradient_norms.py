@@ -668,7 +668,7 @@ def test_sizes_at_the_edges(variance: float, squared_norm: float, dataset_size: 
         ((1.0, 1.0, 100, 0.0), "theta must be > 0, got 0.0"),
         ((-1.0, 1.0, 100, 0.5), "variance .* got -1.0"),
         ((math.nan, 1.0, 100, 0.5), "variance .* got nan"),
-        ((1.0, math.nan, 100, 0.5), "squared norm .* nan"),
+        ((1.0, math.nan, 100, 0.5), "mean_gradient_squared_norm must be a real number .* nan"),
         ((1.0, 1.0, 0, 0.5), "dataset_size must be >= 1, got 0"),
     ],
     ids=str,

@@ -81,8 +81,6 @@ class RecursiveLinear(nn.Linear):
             raise ValueError(f"forgetting must be in (0, 1], got {forgetting!r}")
         if not (is_real(regularization) and 0 < regularization < float("inf")):
             raise ValueError(f"regularization must be a finite number > 0, got {regularization!r}")
-        if bias is not True and bias is not False:
-            raise ValueError(f"bias must be True or False, got {bias!r}")
         _check_number("in_features", in_features)
         _check_number("out_features", out_features)
         self.forgetting, self.regularization = float(forgetting), float(regularization)

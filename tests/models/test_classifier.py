@@ -141,8 +141,8 @@ def test_predictions_are_classes(tmp_path, samples):
     ("call", "message"),
     [
         *((partial(fully_connected, sizes), "layer_sizes must name the pixels, the") for sizes in ([784], [784, 0, 1])),
-        (partial(mini_vgg, image_size=28), "mini_vgg needs positive sizes and an image_size"),
-        (partial(mini_vgg, channels=0), "mini_vgg needs positive sizes and an image_size"),
+        (partial(mini_vgg, image_size=28), "image_size must be a multiple of 8"),
+        (partial(mini_vgg, channels=0), "channels must be at least 1"),
         (partial(Classifier, nn.Identity(), num_classes=1), "num_classes must be at least 2, but is 1"),
         (partial(Classifier, nn.Identity(), loss="hinge"), "loss must be 'cross_entropy' or 'mse', but is 'hinge'"),
         (

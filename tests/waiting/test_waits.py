@@ -13,6 +13,7 @@ _ALLOWED = {
     "SHF residuals by lsmr": lambda step: step["iterations"] + 10,
     "SHF": lambda step: step["iterations"] + 4,
     "RLS": lambda step: 1,
+    "layer LDRSubdiagonal": lambda step: 1,  # looks whether an entry below the diagonal is zero
     "layer": lambda step: 0,
     "norms": lambda step: 0,
     "GrowingBatchSize": lambda step: 4,  # if the step is measured

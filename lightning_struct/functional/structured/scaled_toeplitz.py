@@ -199,6 +199,8 @@ class ScaledToeplitzSpectra:
         ranks = self.left.shape[0]
         if self.half_length is not None and rows.shape[0] * ranks <= cost_model.ROWS_OF_HALF_LENGTH:
             return self.half_length.matmul(rows)
+        if torch.compiler.is_compiling():  # a graph of any number of rows has no chunks
+            return self._multiply_chunk(rows)
         size = max(1, _CHUNK_OF_PREPARED // (ranks * transformed_length(self.left)))
         return torch.cat([self._multiply_chunk(chunk) for chunk in rows.split(size)])
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 # Steps after which the losses are compared, and the share of the last ones above which a block has not fallen.
 EVERY_N_STEPS, _FALLEN = 5, 0.5
 # A weight rises if the weighted loss of its block is above this multiple of the equation's, and falls below that one.
-_HIGH, _LOW = 9.0, 0.01
+_HIGH, _LOW = 2.0, 0.01
 _RISE, _FALL = 4.0, 0.5
 # A weight that has reached this returns to 1 for good if the loss of its block is above a tenth of the one at first:
 # the block holds noise, or contradicts another one.

@@ -91,7 +91,7 @@ def compared(losses: list[dict[str, float]]) -> Penalties:
     [
         ([{"interior": 1e-4, "edge": 0.1}] * 4, 64.0),  # it stays
         ([{"interior": 1e-4, "edge": 0.1 * 0.4**k} for k in range(4)], None),  # it falls by itself
-        ([{"interior": 1e-2, "edge": 0.05}] * 4, None),  # the equation is no easier than the condition
+        ([{"interior": 1e-2, "edge": 0.015}] * 4, None),  # the equation is no easier than the condition
         ([{"interior": 1e-4, "edge": 0.1}] * 4 + [{"interior": 1.0, "edge": 1e-5}] * 2, 16.0),  # far more than needed
         ([{"interior": 1e-9, "edge": 0.1}] * 12, None),  # no weight lowers it: noise
     ],

@@ -170,10 +170,14 @@ def test_networks_of_rls_are_those_of_the_paper():
     assert isinstance(network, torch.nn.LSTM) and (network.hidden_size, network.num_layers) == (512, 2)
 
 
-def test_the_form_of_p_is_a_value_on_the_command_line_and_the_default_is_that_of_the_paper():
-    chosen = ["--model.optimizer.form=lightning_struct.optim.LowRankP", "--model.optimizer.form.rank=3"]
+@pytest.mark.parametrize(
+    ("values", "form"),
+    [(["=low_rank"], "low_rank"), (["=lightning_struct.optim.LowRankP", ".rank=3"], LowRankP(rank=3))],
+)
+def test_the_form_of_p_is_a_value_on_the_command_line_and_the_default_is_that_of_the_paper(values, form):
+    chosen = [f"--model.optimizer.form{value}" for value in values]
     cli = run("mnist_fnn", "fit", *SMALL["mnist_fnn"], *chosen, "--trainer.fast_dev_run=1")
-    assert isinstance(cli.model, RLSClassifier) and cli.trainer.optimizers[0].settings.form == LowRankP(rank=3)
+    assert isinstance(cli.model, RLSClassifier) and cli.trainer.optimizers[0].settings.form == form
     check_paper(cli, "mnist_fnn", "rls")
 
 

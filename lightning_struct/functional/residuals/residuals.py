@@ -25,8 +25,8 @@ class LeastSquares:
 
     Args:
         weights: w_b > 0 by the name of the block, for all blocks. If not given, they are 1; beside a block of that name
-            ``equation`` those of all others, its conditions, rise while they hold nearly all of the loss and do not
-            fall (:class:`~lightning_struct.functional.residuals.penalties.Penalties`).
+            ``equation`` those of all others, its conditions, rise while they hold most of the loss and do not fall
+            (:class:`~lightning_struct.functional.residuals.penalties.Penalties`).
         equation: name of the block in which an equation holds, whose conditions the others are.
 
     Raises:

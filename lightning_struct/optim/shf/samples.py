@@ -1,4 +1,4 @@
-"""BatchShare of one batch, distributed over processes; and weights as one flat vector."""
+"""The share of a batch that each process has, and weights as one flat vector."""
 
 from __future__ import annotations
 

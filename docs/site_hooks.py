@@ -1,4 +1,5 @@
-"""Hooks of mkdocs: pages from the root of the repository, equations as MathML, and a check of the reference."""
+"""Hooks of mkdocs: pages from the root of the repository, the order in the search, equations as MathML, and a check of
+the reference."""
 
 import ast
 import re
@@ -13,6 +14,9 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+# What the search multiplies its scores by: guides come before the reference, and both before results.
+BOOSTS = {"guides": 4, "callbacks": 4, "optimizers": 4, "layers": 4, "api": 0.5, "results": 0.2, "changelog.md": 0.1}
+BOOSTS |= {"guides/faq.md": 1}
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[([](.*?)\\[])]</\1>', flags=re.DOTALL)
 
 
@@ -22,6 +26,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         content = (ROOT / source).read_text().replace("](docs/", "](")
         files.append(File.generated(config, page, content=content))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Give a page the boost of its folder."""
+    page.meta["search"] = {"boost": BOOSTS.get(page.file.src_uri) or BOOSTS.get(page.file.src_uri.partition("/")[0], 1)}
+    return markdown
 
 
 def on_page_content(html: str, page: Page, **_: object) -> str:
@@ -44,7 +54,8 @@ def on_post_build(config: MkDocsConfig) -> None:
         package = ROOT / "lightning_struct" / page.stem / "__init__.py"
         if not package.exists():
             continue
-        html = (Path(config.site_dir) / "api" / f"{page.stem}.html").read_text()
+        folder = Path(config.site_dir) / "api"
+        html = "".join(path.read_text() for path in (folder / f"{page.stem}.html", *folder.glob(f"{page.stem}/*.html")))
         path = f"lightning_struct.{page.stem}"
         lacking = [
             name

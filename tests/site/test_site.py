@@ -18,6 +18,12 @@ SEARCHED = {
     "GPU": {"guides/distributed.html", "results/gpu.html"},
     "several processes": {"guides/distributed.html"},
     "learning rate": {"layers/index.html"},
+    "batch size": {"callbacks/growing_batch_size.html"},
+    "GrowingBatchSize": {"callbacks/growing_batch_size.html"},
+    "PINN": {"guides/differential_equations.html"},
+    "inverse problem": {"guides/differential_equations.html"},
+    "LoRA": {"layers/adapters.html"},
+    "CUDA": {"guides/distributed.html"},
 }
 MEASURE = """(() => {
     const shown = selector => [...document.querySelectorAll(`.md-content ${selector}`)].filter(e => e.offsetParent);

@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -34,7 +33,6 @@ from torchvision.datasets import MNIST
 from torchvision.transforms.functional import pil_to_tensor
 
 import harness
-import style
 from harness import Run
 from lightning_struct import RecursiveLinear
 from lightning_struct.models import fully_connected, mini_vgg
@@ -148,27 +146,6 @@ def print_table(runs: list[Run]) -> None:
         harness.print_row(each["task"], each["way"], reached, f"{1e3 * each['seconds']:.2f}", beside)
 
 
-@style.readable
-def draw(runs: list[Run]) -> Figure:
-    """Accuracies over phases."""
-    tasks = [task for task in TASKS if any(each["task"] == task for each in runs)]
-    figure = Figure(figsize=(style.WIDTH, 3.2), layout="constrained")
-    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
-        for each in runs:
-            if each["task"] == task and each["seed"] == min(r["seed"] for r in runs):
-                color = f"C{WAYS.index(each['way'])}"
-                axes.plot(
-                    range(1, PHASES + 1),
-                    [100 * a for a in each["accuracies"]],
-                    "o--" if each["way"] == "joint" else "o-",
-                    color=color,
-                    label=each["way"],
-                )
-        axes.set(title=task, xlabel="phase", ylabel="accuracy so far, %", ylim=(0, 102), xticks=[*range(1, PHASES + 1)])
-        axes.legend()
-    return figure
-
-
 def main() -> None:
     parser = harness.make_parser(__doc__)
     parser.add_argument("tasks", nargs="+", choices=TASKS)
@@ -192,7 +169,6 @@ def main() -> None:
         runs = harness.run_all(output, jobs, options.report)
     harness.print_machines(runs)
     print_table(runs)
-    draw(runs).savefig(output / "continual.png")
 
 
 if __name__ == "__main__":

@@ -114,31 +114,70 @@ def usps_of_the_paper() -> Figure:
     return figure
 
 
-@style.readable
-def least_squares_errors() -> Figure:
-    """Relative errors after some seconds: medians, and lowest to highest where there are several seeds."""
+def plot_problems(panels: Sequence[Axes]) -> tuple[list[Axes], dict[str, Line2D]]:
+    """Relative errors after some seconds, a problem in each panel: the panels left, and a curve of each method."""
     (_, _, *columns), *rows = rows_of("results/least_squares.md", "problem | method | 10 s")
     times = [float(column.removesuffix(" s")) for column in columns if column.endswith(" s")]
-    problems = [row[0] for row in rows if row[0]]
-    figure = Figure(figsize=(style.WIDTH, 13.0), layout="constrained")
-    panels = figure.subplots(5, 2).flatten()
-    panel, (corner, *others) = dict(zip(problems, panels, strict=False)), panels[len(problems) :]
-    name, curves = "", {}
-    for row in rows:
-        name = row[0] or name
-        points = [(time, *numbers(cell)) for time, cell in zip(times, row[2:], strict=False) if cell]
+    left, curves, axes = list(panels), dict[str, Line2D](), panels[0]
+    for title, method, *cells in rows:
+        if title and not left:
+            break
+        if title:
+            axes = left.pop(0)
+            axes.set(title=title, xscale="log", yscale="log", xlabel="CPU seconds, one thread", ylabel="relative error")
+            axes.grid()
+        points = [(time, *numbers(cell)) for time, cell in zip(times, cells, strict=False) if cell]
         seconds = [point[0] for point in points]
-        color = style.color_of(row[1])
-        (curves[row[1]],) = panel[name].plot(seconds, [point[1] for point in points], marker=".", color=color)
+        color = style.color_of(method)
+        (curves[method],) = axes.plot(seconds, [point[1] for point in points], marker=".", color=color)
         low, high = ([point[end] if len(point) > 2 else point[1] for point in points] for end in (2, -1))
-        panel[name].fill_between(seconds, low, high, color=color, alpha=0.2, linewidth=0)
-    for title, axes in panel.items():
-        axes.set(title=title, xscale="log", yscale="log", xlabel="CPU seconds, one thread", ylabel="relative error")
+        axes.fill_between(seconds, low, high, color=color, alpha=0.2, linewidth=0)
         style.plain_ticks(axes.xaxis)
-        axes.grid()
-    for axes in (corner, *others):
+    return left, curves
+
+
+@style.readable
+def least_squares_errors() -> Figure:
+    """All problems: medians, and lowest to highest if there are several seeds."""
+    figure = Figure(figsize=(style.WIDTH, 13.0), layout="constrained")
+    left, curves = plot_problems(figure.subplots(5, 2).flatten())
+    for axes in left:
         axes.set_axis_off()
-    corner.legend(curves.values(), curves, loc="center", title="medians; band: lowest to highest of the seeds")
+    left[0].legend(curves.values(), curves, loc="center", title="medians; band: lowest to highest of the seeds")
+    return figure
+
+
+@style.readable
+def poisson() -> Figure:
+    """The first problem, with the name of each method at the end of its curve."""
+    figure = Figure(figsize=(style.WIDTH, 3.8), layout="constrained")
+    axes = figure.subplots()
+    _, curves = plot_problems([axes])
+    height = 0.0
+    for method, curve in sorted(curves.items(), key=lambda item: item[1].get_ydata()[-1]):
+        height = max(curve.get_ydata()[-1], 6 * height)  # names keep their distance
+        axes.text(62, height, method, color=curve.get_color(), verticalalignment="center")
+    axes.set_title("Poisson's equation, 257 weights; band: lowest to highest of three seeds")
+    axes.set_xlim(right=110)
+    axes.set_xticks([10, 20, 30, 60], ["10", "20", "30", "60"])
+    return figure
+
+
+@style.readable
+def classes_that_arrive() -> Figure:
+    """Accuracies over phases."""
+    (_, _, *columns), *rows = rows_of("guides/continual.md", "| | phase 1")
+    phases = range(1, len(columns))
+    figure = Figure(figsize=(style.WIDTH, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for (_, way, *cells), axes in zip(rows, panels.repeat(len(rows) // 2), strict=True):
+        look = {"color": style.color_of(way), "linestyle": "--" if "together" in way else "-", "marker": "o"}
+        label = way.replace("all digits", "all classes")
+        axes.plot(phases, [numbers(cell)[0] for cell in cells[: len(phases)]], label=label, **look)
+    for axes, title in zip(panels, [row[0] for row in rows if row[0]], strict=True):
+        axes.set(title=title, xlabel="phase", ylabel="accuracy so far, %", ylim=(0, 103), xticks=phases)
+        axes.grid()
+    style.legend_below(figure, panels[0], "", columns=2)
     return figure
 
 
@@ -317,9 +356,11 @@ MNIST = {"MNIST, SHF, Kronecker": "SHF, Kronecker factors", "MNIST, Adam 3e-3, f
 GROWING = tuple(task for task in growing_batch_size.TASKS if task not in growing_batch_size.EXTRA)
 PICTURES: dict[str, Callable[[], Figure]] = {
     "compress": compressed,
+    "continual": classes_that_arrive,
     "growing_batch_size": growing_batches,
     "growing_batch_size_cifar_all": growing,
     "least_squares": least_squares_errors,
+    "poisson": poisson,
     "papers_ldr": papers_of_matrices,
     "rls_cifar": rls_on_cifar,
     "papers_shf_curves": partial(of_autoencoder, "curves", autoencoders.draw_errors, "CURVES"),

@@ -214,11 +214,17 @@ def test_the_tables_of_the_papers_are_those_of_the_data() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["compress", "growing_batch_size", "least_squares", "shf_usps", "structured_speed", "usps"]
+    "name", ["compress", "continual", "growing_batch_size", "least_squares", "poisson", "structured_speed", "usps"]
 )
 def test_a_picture_is_drawn_from_the_tables_of_its_page(name: str) -> None:
     figure = import_module("pictures").PICTURES[name]()
     assert all(axes.get_title() and axes.lines for axes in figure.axes if axes.axison)
+
+
+def test_optimizers_have_their_own_colours() -> None:
+    others = {"L-BFGS", "SSBroyden", "torch-levenberg-marquardt", "Martens' method", "SHF of the paper"}
+    names = {"SHF", "RLS", "Adam", "SGD", "SOAP", *others}
+    assert len({import_module("style").color_of(name) for name in names}) == len(names)
 
 
 def test_every_picture_of_a_page_is_drawn_by_the_script_or_stands_on_a_card() -> None:

@@ -36,7 +36,7 @@ def _path(name: str, scope: griffe.Object) -> str:
 
 
 def _link(match: re.Match[str], scope: griffe.Object) -> str:
-    """A role as a link, where the site has the name; else as code."""
+    """A role as a link if the site has the name, else as code."""
     shortened, target = match.groups()
     shown = target.rsplit(".", 1)[-1] if shortened else target
     return f'<autoref optional identifier="{_path(target, scope)}"><code>{shown}</code></autoref>'

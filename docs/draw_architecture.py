@@ -33,7 +33,7 @@ PAGE, WIDTH, HEIGHT, GAP, MARGIN = 800, 236, 62, 36, 12
 
 
 def imports() -> set[tuple[str, str]]:
-    """Pairs of packages of which the first imports the second when a program runs; annotations do not count."""
+    """Pairs (importer, imported) of packages, when a program runs; annotations do not count."""
     pairs = set()
     for path in (ROOT / "lightning_struct").rglob("*.py"):
         importer = path.relative_to(ROOT / "lightning_struct").parts[0].removesuffix(".py")

@@ -32,7 +32,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
     """Batches of the units of another batch sampler, of a size that can be set at any time.
 
     Every unit is handed out exactly once in a pass, whatever the sizes: the single indices that a
-    ``torch.utils.data.BatchSampler`` collects, or the whole batches of any other kind, so many of which become one.
+    ``torch.utils.data.BatchSampler`` collects, or the whole batches of any other kind, several of them as one.
 
     ``drop_last`` leaves out a last batch only if it is smaller than the batches were at first: a large batch at the end
     is not lost. Without it, growth makes no last batch of a few samples, which batch normalisation may not be able to
@@ -306,11 +306,11 @@ class ResizableLoader:
         return self.sampler.changed
 
     def relative_size(self, ahead: int) -> float:
-        """The last batch read but ``ahead``, in batches of the first size."""
+        """Size of the batch that was read ``ahead`` batches before the last one, in batches of the first size."""
         return self._parts_read[-1 - ahead] if ahead < len(self._parts_read) else 1.0
 
     def last_sizes(self, ahead: int) -> list[int]:
-        """Samples of the last batch read but ``ahead``; empty if there is none, as for a negative number."""
+        """Samples of the batch that was read ``ahead`` batches before the last one; empty if there is none."""
         return [self.sizes_read[-1 - ahead]] if 0 <= ahead < len(self.sizes_read) else []
 
     def first_batch_beyond(self, fraction: float, length: int) -> int:
@@ -419,7 +419,7 @@ class ResizableLoader:
         return int(min(sum(whole), limited))
 
     def restore(self) -> None:
-        """Make the resizable loader one like that it was made from, and give its workers up."""
+        """Make the loader an ordinary one again, and give its workers up."""
         self._workers = None
         self.loader.__class__ = self._class
 

@@ -191,7 +191,7 @@ def checked(function: Checked) -> Checked:
 
 
 def check_types(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Refuse arguments as :func:`checked` does, where a function cannot be wrapped, as it looks for its own call.
+    """Refuse arguments as :func:`checked` does, in a function that cannot be wrapped, because it reads its caller.
 
     Args:
         function: it.

@@ -116,7 +116,7 @@ def inner(left: Tensor, right: Tensor) -> Tensor:
 
     On a CPU blocks of 1024 products are summed in the tensors' own dtype and the blocks in float64: as good as float64
     throughout for the recurrences of a solver, and a hundred times quicker than a reduction with
-    ``dtype=torch.float64``. On a GPU, where the number of operations is what takes time, it is float64 throughout.
+    ``dtype=torch.float64``. On a GPU, whose time goes by the number of operations, it is float64 throughout.
     Under autocast too.
     """
     if torch.is_autocast_enabled(left.device.type):

@@ -109,8 +109,8 @@ class Classifier(Task):
         network: from inputs (n, ...) to outputs (n, num_classes), or (n, num_classes, steps) if each step has a
             label.
         num_classes: labels are 0 to ``num_classes - 1``.
-        loss: ``"cross_entropy"`` of the outputs as logits, or ``"mse"``, ½‖z - y‖² with y the label one-hot, of which
-            Zhang et al., equation (57), is the average over samples.
+        loss: ``"cross_entropy"`` of the outputs as logits, or ``"mse"``, ½‖z - y‖² with y the label one-hot, averaged
+            over samples (Zhang et al., equation (57)).
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes the learning-rate scheduler from the optimizer; it is stepped after each epoch, and one that
             needs a metric gets ``val_loss``.

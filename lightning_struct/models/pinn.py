@@ -231,7 +231,7 @@ class PhysicsInformedNetwork(Task):
         data = PointsDataModule(equation, {"interior": 900, "boundary": 120})
         Trainer(precision="64-true").fit(PhysicsInformedNetwork(equation, [64]), datamodule=data)
 
-    A checkpoint says neither of which equation nor of which network it is:
+    A checkpoint names neither its equation nor the sizes of its network; give both:
     ``PhysicsInformedNetwork.load_from_checkpoint(path, equation=..., hidden_sizes=...)``.
 
     Args:
@@ -361,7 +361,7 @@ class PhysicsInformedNetwork(Task):
 
 
 def make_network(equation: DifferentialEquation, hidden_sizes: Sequence[int]) -> TanhNetwork | IntervalNetwork:
-    """The network for an equation: in intervals of time, if it has one.
+    """The network for an equation: in intervals of time, if the equation names its time.
 
     Raises:
         MisconfigurationException: the residuals cannot be computed with so many unknown functions.

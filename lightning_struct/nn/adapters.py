@@ -553,8 +553,8 @@ def adapter_parameter_groups(model: nn.Module, lr: float, operator_factor: float
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Run a model without its adapters, as its base, within a ``with`` statement.
 
-    Weights that ``train=`` of :func:`add_adapters` has named have their values from before, of which a copy is kept
-    with their modules. Buffers, such as the statistics of batch norms, stay as they are.
+    Weights that ``train=`` of :func:`add_adapters` has named have their former values; their modules keep a copy of
+    these. Buffers, such as the statistics of batch norms, stay as they are.
 
     Args:
         model: after :func:`add_adapters`.
@@ -701,7 +701,7 @@ def _places(
     """Places of selected layers without an adapter of a name, and the reasons why other layers with matrices get none.
 
     Returns:
-        Name, layer, and projections of attention, of each place, where a layer may stand at several; and the reasons by
+        Name, layer, and projections of attention of each place, of which a layer may have several; and the reasons by
         the names of layers.
     """
     adapters = [layer for layer in model.modules() if isinstance(layer, AdaptedLinear | StructuredUpdate)]

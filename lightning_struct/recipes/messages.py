@@ -59,10 +59,10 @@ def run_command(main: Callable[[], Any]) -> None:
     """
     sys.path.append("")  # modules of the working directory can be named in options, as under python -m
     if isinstance(sys.stdout, TextIOWrapper):  # no result of a run is lost for a sign that an encoding lacks
-        sys.stdout.reconfigure(errors="replace", line_buffering=True)  # the latter: a log file is read while it grows
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)  # a log file is read while it grows
     try:
         main()
-    except (MisconfigurationException, FloatingPointError) as error:  # the latter: NaN or infinity in a step
+    except (MisconfigurationException, FloatingPointError) as error:  # FloatingPointError: NaN or infinity in a step
         sys.exit(f"error: {error}")
     except (ValueError, RuntimeError) as error:
         if type(error) not in (ValueError, RuntimeError):

@@ -131,7 +131,7 @@ def suggestion(message: str, parser: argparse.ArgumentParser) -> str:
         return did_you_mean(unknown["name"], classes)
     if wrong := UNKNOWN_OPTION.search(message):
         name = next(name for name in wrong.groups() if name is not None)
-        if subcommands and options & {f"--{name}", f"--{name.partition('.')[0]}"}:  # the latter: within a config
+        if subcommands and options & {f"--{name}", f"--{name.partition('.')[0]}"}:  # an option, or a field of one
             command = f"{parser.prog} {min(subcommands)}"
             return f"Options come after the subcommand, --config too: begin with {command}"
         if homes := _homes(name, options, parser):

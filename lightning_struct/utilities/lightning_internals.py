@@ -285,7 +285,7 @@ def train_in_parts(trainer: L.Trainer, train_on: Callable[[Any, Callable[..., An
     Args:
         trainer: in ``Callback.setup``.
         train_on: gets the batch, and a function that takes the number of its parts, and the parts, each with the factor
-            of its loss. That runs their forward and backward passes, of which the last alone may exchange gradients
+            of its loss. That runs their forward and backward passes, only the last of which may exchange gradients
             with other processes, and leaves the gradients as they were if one fails. ``train_on`` calls it, and returns
             what it returns.
     """

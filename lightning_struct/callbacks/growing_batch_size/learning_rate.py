@@ -277,7 +277,7 @@ def scheduler_steps(batches: float, of: float, accumulated: int, frequency: int)
 
 
 class SchedulerClock:
-    """Steps the schedulers with ``interval="step"`` as often as it would be done with batches of the first size.
+    """Steps the schedulers with ``interval="step"`` as often as batches of the first size would.
 
     As batches grow there are fewer optimizer steps, but a schedule keeps the meaning that the user gave it: it reaches
     each of its points after the same samples, and its end with that of the training. A batch counts by its size,
@@ -286,7 +286,7 @@ class SchedulerClock:
 
     If ``max_steps`` alone can end the training, the number of steps is as the user wrote it: then Lightning steps the
     schedulers as ever. So it does those that are reduced on a plateau, and a module its own in manual optimization.
-    If ``max_epochs`` and ``max_steps`` are both given, nobody can tell beforehand which of them ends the training:
+    If ``max_epochs`` and ``max_steps`` are both given, it is not known beforehand which of them ends the training:
     the schedulers go by the one that is nearer to its end. With ``max_steps`` and a ``GradientAccumulationScheduler``,
     by which steps are not the same share of the training in each epoch, Lightning steps them as ever.
 

@@ -23,7 +23,7 @@ from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
 def why_left_alone(loader: Any) -> tuple[str, str, bool] | None:
-    """The loader, why its batches are not made larger unless that is asked for, the remedy, and if they could be."""
+    """The loader with the reason why its batches keep their size, the remedy, and whether they could grow."""
     if (refusal := why_not_resizable(loader)) is not None:
         return *refusal, False
     sampler = loader.batch_sampler
@@ -102,7 +102,7 @@ class LoaderGrowth(BatchGrowth):
         self._on_refusal = on_refusal
         self._state: State | None = None
         self._resumed: State | None = None
-        self._begun = self._waits = False  # the latter: for the first batch of a loader, whose size is not known before
+        self._begun = self._waits = False  # it waits for the first batch of a loader, whose size is not known before
         self._replans = True  # validation, since the lengths that it was planned by have changed
         self._nominal_interval: float | None = None
         self._refusal: tuple[str, str, bool] | None = None  # of a loader that is not resized
@@ -153,7 +153,7 @@ class LoaderGrowth(BatchGrowth):
         is_first = self._trainer.fit_loop.batch_idx == 0
         # a callback that stands after this one may have set the accumulation now
         resized = (self._waits or is_first) and self._resize()
-        if resized or self._epoch_done:  # Lightning has compared the latter with the length by now
+        if resized or self._epoch_done:  # Lightning has compared the batches done with the length by now
             self._epoch_done = 0
             self._set_limits()
             self._plan_validation()

@@ -94,7 +94,7 @@ class Measurement:
 
     @property
     def _stationarity(self) -> list[StationarityTest]:
-        """The tests of the optimizers that there are, which a project may replace; none if that is not tested."""
+        """The tests of the present optimizers, which a project may replace; empty without this test."""
         if not self._tests_stationarity:
             return []
         optimizers = self._trainer.optimizers
@@ -104,7 +104,7 @@ class Measurement:
 
     @property
     def noise_limits(self) -> bool:
-        """Whether the noise of the steps cancels their descent, for every optimizer, and larger batches can mend it;
+        """Whether the noise of the steps cancels their descent, for every optimizer, and larger batches help;
         true if that is not tested."""
         return not self._loss_grew_with_batch and all(test.holds for test in self._stationarity)
 

@@ -116,7 +116,7 @@ class StationarityTest:
                 self._judge()
 
     def state_dict(self) -> dict[str, Any]:
-        """With sharded weights without the window under way, as a checkpoint has the first process's parts only."""
+        """State for a checkpoint; without the window if weights are sharded, as one process has only its parts."""
         window: tuple[Any, ...] = self._length, self._end, self._weights, self._products
         length, end, weights, products = (0, 0, {}, []) if self._sharded else window
         weights = {i: tensor.clone() for i, tensor in weights.items()}

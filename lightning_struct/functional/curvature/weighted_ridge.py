@@ -5,8 +5,8 @@ With inputs x, targets y, weights w of the rows, forgetting λ and regularizatio
     Θₜ = argmin  Σₛ λᵗ⁻ˢ wₛ ‖Θ xₛ - yₛ‖² + λᵗ δ ‖Θ‖² + Σⱼ λᵗ⁻ʲᵏ (1 - λᵏ) δ ‖Θ - Θⱼₖ‖²
 
 with k = 1/(1 - λ), rounded, and j = 1, 2, ... while jk < t: before each further k rows the part of the regularization
-that has faded is renewed, around the weights of that time. So it is λʳ δ, r rows later, and about δ/e at least, however
-long no row points in a direction. With λ = 1 this is ridge regression.
+that has faded is renewed, around the weights of that time. So it is λʳ δ, r rows later, and about δ/e at least, for
+however long rows do not vary in a direction. With λ = 1 this is ridge regression.
 
 Kept is the triangular factor of the joint Gram matrix of inputs and targets::
 
@@ -16,7 +16,7 @@ and the columns of E have the norms of the residuals. A block of rows is one QR 
 Van Loan, Matrix Computations, section 6.5.3, and 5.2.2 for the products of reflectors). Unlike the recursion of
 P = (RᵀR)⁻¹, it forms no product of the inputs with themselves: columns of any scale are as good as others. With λ < 1
 targets are taken less the outputs before, and Θ changes by R⁻¹Z: rounding is in proportion to those differences, and
-does not gather where no row points.
+does not gather in directions in which rows do not vary.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class WeightedRidge:
         return self._with(self.weights.to(device), self.factor.to(device))
 
     def learn(self, columns: list[Tensor], weights: Tensor | None = None, dtype: torch.dtype = torch.float64) -> None:
-        """Take rows in, in their order, each of which forgets a part of those before.
+        """Learn rows in their order; each row first forgets a part of those before it.
 
         If R is then singular to rounding, Θ is the minimum that is nearest to the Θ before.
 
@@ -251,7 +251,7 @@ class WeightedRidge:
         return self._with(pad(self.weights, (0, 0, 0, number)), pad(self.factor, (0, number, 0, number)))
 
     def with_inputs(self, number: int, place: int) -> WeightedRidge:
-        """A copy with more inputs, which were zero so far, before the one with a number."""
+        """A copy with more inputs, which were zero so far, at ``place`` among the others."""
         pad, n = torch.nn.functional.pad, self._scales.shape[0]
         order = [*range(place), *range(n, n + number), *range(place, n)]
         factor = pad(self.factor, (0, number, 0, number))[order][:, order]

@@ -2,7 +2,7 @@
 
 A QR factorisation of the shorter side of J and the singular values of the triangle R keep all digits; JᵀJ, with a
 Cholesky factorisation for each λ that is tried, takes a fraction of the time, and squares the condition of J, which
-does no harm where λ is not too small: rounding changes J Jᵀ by about ε σ₁², and the residual r of the solution, J Jᵀ y
+does no harm if λ is not too small: rounding changes J Jᵀ by about ε σ₁², and the residual r of the solution, J Jᵀ y
 = b - r with y = r/λ², by about ε σ₁²/λ² of itself. For smaller λ a second Gram matrix, of J with the first Cholesky
 factor divided out, has nearly the digits of a QR.
 """
@@ -95,11 +95,11 @@ class FactoredLeastSquares(_AllDampings):
 
 
 class GramLeastSquares(_AllDampings):
-    """Solver of min ‖J d - b‖² + λ²‖d‖² by JᵀJ, or J Jᵀ where N < P, and a Cholesky factorisation for each λ.
+    """Solver of min ‖J d - b‖² + λ²‖d‖² by JᵀJ, or J Jᵀ if N < P, and a Cholesky factorisation for each λ.
 
     It has the methods of :class:`FactoredLeastSquares`. It takes O(n²) more memory and n³/3 multiply-adds for a λ, n =
     min(N, P): several λ cost less than eigenvalues, and far less than a QR and an SVD. The factor of the last λ is
-    kept. The condition of J is squared: solutions lose digits where λ is small, but the residual that they leave hardly
+    kept. The condition of J is squared: solutions lose digits if λ is small, but the residual that they leave hardly
     changes down to ``smallest_damping``.
 
     Args:
@@ -184,7 +184,7 @@ class GramLeastSquares(_AllDampings):
         return self._root is not None
 
     def coordinates(self, b: Tensor) -> Tensor:
-        """All that the solution depends on: Jᵀ b, or b where N < P; after :meth:`refine` Bᵀ b, or L⁻¹ b."""
+        """All that the solution depends on: Jᵀ b, or b if N < P; after :meth:`refine` Bᵀ b, or L⁻¹ b."""
         if self._tall:
             return self._all_reduce(self.jacobian.transposed_product(b) if self._root is None else self._divided.mT @ b)
         b = b if self._all_gather is None else self._all_gather(b)

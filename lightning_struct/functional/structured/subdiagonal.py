@@ -1,7 +1,7 @@
 """Products with matrices of low displacement rank whose two operators are subdiagonal plus corner (LDR-SD).
 
-M = Σᵢ K(A, gᵢ) K(B, hᵢ)ᵀ = Σ_{j<p} Aʲ G Hᵀ (Bʲ)ᵀ with p = min(m, n): equation (2) of Thomas et al., of which B here is
-the transpose. Two methods compute the same:
+M = Σᵢ K(A, gᵢ) K(B, hᵢ)ᵀ = Σ_{j<p} Aʲ G Hᵀ (Bʲ)ᵀ with p = min(m, n): equation (2) of Thomas et al., with B here
+the transpose of theirs. Two methods compute the same:
 
 ``"scaled"``
     With no zero below the diagonal, A = c D Z_w D⁻¹, D holding the cumulative products of its entries, divided by c

@@ -24,7 +24,7 @@ _STEPPED = "version_stepped_by_rls"
 
 
 def mean_inputs(weights: Iterable[TrainedWeight], step: int) -> dict[TrainedWeight, Tensor]:
-    """x̄ of the weights that the step of this number changes: their layers were called, and a gradient came back.
+    """x̄ of the weights that this step changes: their layers were called, and a gradient came back.
 
     Raises:
         ValueError: there is a gradient, but nothing was read.
@@ -48,7 +48,7 @@ def mean_inputs(weights: Iterable[TrainedWeight], step: int) -> dict[TrainedWeig
 
 
 def mark_as_stepped(gradient: Tensor) -> None:
-    """Note that a step was made with this gradient, for a next step before anybody writes to it."""
+    """Mark a gradient as used by a step, until the next write to it."""
     setattr(gradient, _STEPPED, gradient._version)
 
 
@@ -77,7 +77,7 @@ def check_finite(module: nn.Module, norms: StepNorms, means: Mapping[TrainedWeig
 
 
 def gains_to_limit(states: Mapping[TrainedWeight, dict[str, Any]], max_gain: float) -> dict[TrainedWeight, Tensor]:
-    """The largest gain of each weight's coming step, but of those whose gain is small for sure.
+    """The largest gain of each weight's coming step, without weights whose gain is certainly small.
 
     Args:
         states: of the weights that step together.
@@ -139,7 +139,7 @@ def step_norms(parameters: Iterable[nn.Parameter], means: Mapping[TrainedWeight,
     """The norms of a step, for which it waits for the device once.
 
     Args:
-        parameters: all that are trained, by whomever.
+        parameters: all trained ones, those of the auxiliary optimizer too.
         means: x̄ of the weights that the step changes.
     """
     of_weights = (parameter for weight in means for parameter in weight.parameters)

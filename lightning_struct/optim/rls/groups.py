@@ -103,8 +103,8 @@ class OptimizerWithAuxiliary(torch.optim.Optimizer):
 
         Raises:
             TypeError: the group is no dict with ``"params"``.
-            ValueError: one of them is no parameter of the module, or in a group already; nobody trains it; or an option
-                is out of range.
+            ValueError: one of them is no parameter of the module, or in a group already; no optimizer trains it; or
+                an option is out of range.
         """
         if not hasattr(self, "auxiliary"):  # the first ones
             super().add_param_group(param_group)
@@ -141,7 +141,7 @@ class OptimizerWithAuxiliary(torch.optim.Optimizer):
         self._share_groups()
 
     def _share_groups(self) -> dict[TrainedWeight, Group]:
-        """The group of each weight; the others become the auxiliary optimizer's: whoever changes one changes both."""
+        """The group of each weight. The auxiliary optimizer shares the other groups: a change holds for both."""
         if self.auxiliary is not None:
             self.auxiliary.param_groups = [group for group in self.param_groups if not is_own(group)]
         of_parameter = {p: group for group in self.param_groups if is_own(group) for p in group["params"]}

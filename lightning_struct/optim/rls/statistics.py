@@ -120,7 +120,7 @@ class Statistics:
             self.pairs = None
 
     def is_cleared(self) -> bool:
-        """Whether the gradients that belong to it have been cleared by whomever."""
+        """Whether all gradients that these uses produced have been cleared."""
         gradients = [(parameter.grad, version) for parameter, version in self.versions.items()]
         return bool(gradients) and all(
             gradient is None or (gradient._version != version and not gradient.any()) for gradient, version in gradients

@@ -132,7 +132,7 @@ class TrainedWeight:
         return self.settings.max_gain is not None
 
     def sample(self, rows: Tensor) -> Tensor | None:
-        """(1, s, n) of the rows (r, n): all of them, or enough for the bound on the gain; None if nobody needs them."""
+        """(1, s, n) of the rows (r, n): all of them, or enough to bound the gain; None if it has no bound."""
         return sample_rows(rows.to(self.dtype))[None] if self.takes_samples else None
 
     def forget(self) -> None:

@@ -59,8 +59,8 @@ class SHF(torch.optim.Optimizer):
             for a module that returns residuals, or a :class:`~lightning_struct.functional.LeastSquares` with weights of
             their blocks. With residuals, arguments without a meaning are refused; ``settings`` has the others.
         damping: λ₁ > 0, damped by Levenberg and Marquardt's rule; or the rule, ``"levenberg_marquardt"`` or
-            ``"next_batch"``; or a :class:`LevenbergMarquardt` or a :class:`NextBatch`. The paper's is the former;
-            chosen the latter, with residuals the former.
+            ``"next_batch"``; or a :class:`LevenbergMarquardt` or a :class:`NextBatch`. The paper and
+            residuals take Levenberg and Marquardt's rule; other losses take the next batch's if it is not given.
         solver: ``"lsmr"`` or ``"cg"``, with residuals ``"lsmr"`` or ``"exact"``; or an :class:`LSMR`, :class:`CG` or
             :class:`Exact`. The paper's LSMR; chosen CG, with residuals from the sizes.
         preconditioner: ``"diagonal"`` (Algorithm 3); ``"diagonal_sum"`` (the formula in the text of section 4.4);
@@ -314,7 +314,7 @@ class SHF(torch.optim.Optimizer):
 
     @property
     def drop(self) -> float | None:
-        """Factor of the Levenberg-Marquardt rule; None leaves λ to somebody else."""
+        """Factor of the Levenberg-Marquardt rule; None: the rule does not change λ."""
         return self.param_groups[0]["drop"]
 
     @drop.setter

@@ -102,7 +102,7 @@ class BatchShare:
             are samples, belongs to sample i.
         targets: row i belongs to sample i.
         counts: samples of each process, by rank.
-        not_finite: whether the batch holds NaN or infinity, a bool tensor (), if nobody has looked at it yet.
+        not_finite: whether the batch holds NaN or infinity, a bool tensor (), if it was not checked yet.
     """
 
     args: tuple[Any, ...]

@@ -266,8 +266,8 @@ class Kronecker(Choice):
 
     Args:
         decay: weight of the old value in the running average of the factors, in [0, 1).
-        interval: steps from one update of the factors, and of their Cholesky factors, to the next; the latter are made
-            anew before if λ has become larger by more than half. With λ₁ given 1; chosen from their sizes, to 10.
+        interval: steps from one update of the factors, and of their Cholesky factors, to the next; the Cholesky factors
+            are also made anew if λ has grown by more than half. With λ₁ given 1; chosen from their sizes, to 10.
         max_size: a factor with more rows is kept as its diagonal; None: no bound, as with λ₁ given. Chosen: 4,096, or
             as many as fit into memory, and as in a state that is loaded.
 
@@ -452,7 +452,7 @@ class Settings:
         )
 
     def with_first_damping(self, damping: float, epsilon: float) -> Settings:
-        """These settings with λ₁ and the bounds that follow from it, if they were left.
+        """These settings with λ₁ and the bounds that follow from it, if they were not given.
 
         Below λ₁ √ε rounding is larger than the addition of the damping; above 1,000 λ₁ nothing moves.
         """

@@ -156,7 +156,7 @@ class BackwardPasses(GradientEstimator):
         return total / gradient_scale(self._trainer, optimizer) ** 2
 
     def _attach(self) -> None:
-        """Hook the parameters; those that are gathered for each forward pass, when they are there."""
+        """Hook the parameters; sharded ones once they are gathered for a forward pass."""
         # Hooked modules may be copied, and must not copy the Trainer.
         norms, hooked, handles, faults = self._norms, self._hooked, self._handles, self.faults
         hooked.clear()

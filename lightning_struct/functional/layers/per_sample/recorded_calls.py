@@ -102,7 +102,7 @@ def watch(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wa
 
 
 def recorded_calls(call: LayerCall, watched: Watched | None) -> Iterator[tuple[RecordedCall, Sequence[Tensor]]]:
-    """The calls, or uses of parameters, of which one call of a layer consists, with their results.
+    """The inner calls, or uses of parameters, that make up one call of a layer, with their results.
 
     The records are cut off from the graph, which would otherwise live as long as they.
 

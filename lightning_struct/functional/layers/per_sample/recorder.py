@@ -188,7 +188,7 @@ class GradientNormRecorder(CallRecorder):
         batch: tensors of the batch. If the module is not called itself, a part of it that reads one of them stands for
             it below.
         ambiguous: whether positions may come first: layers are uncovered that read k·n rows, or outside of the module's
-            call a tensor of which both of the first two dimensions may be n. Else each k rows in a row are taken for
+            call a tensor whose first two dimensions may both be n. Else each k rows in a row are taken for
             one sample, and the first dimension for n.
 
     If by chance both of the first two dimensions of an input of a layer have a size that n may have, or if a table is

@@ -130,7 +130,7 @@ class OutputSteps(Steps):
         known = now.memory.first_damping
         if self._given.is_of_paper or (known is not None and known == self.settings.damping.initial):
             return  # it was given, or is that of the state, which may have been loaded since
-        first = now.group["damping"] if known is None else known  # which somebody may have set
+        first = now.group["damping"] if known is None else known  # the user may have set it
         if first is None:
             with now.timed("first_damping"):
                 now.damping = first = first_damping(model, now.seed("curvature"))

@@ -147,7 +147,7 @@ class ResidualBatch:
 
     @cached_property
     def form_for_gram(self) -> JacobianForm:
-        """The form in which J Jᵀ or JᵀJ is cheapest: with outer products where N < P. The same on all processes."""
+        """The form in which J Jᵀ or JᵀJ is cheapest: with outer products if N < P. The same on all processes."""
         if self._device.type == "mps" or self.rows >= len(self.weights.vector):  # which has no float64
             return self._dense_form
         sizes = [self.counts[name] * _row_size(block) for name, block in self._batch.blocks.items()]

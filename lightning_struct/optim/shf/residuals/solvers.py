@@ -17,10 +17,10 @@ from lightning_struct.functional.solvers.projected_least_squares import Projecte
 from lightning_struct.optim.memory import check_memory, fits_memory
 from lightning_struct.optim.shf.residuals.model import ResidualBatch, ResidualModel
 
-# Cost model of the choice between the solvers, in multiplications: of JᵀJ or J Jᵀ, of which half is computed; of the
-# factorisations, for each of their numbers and rows: three or four by Cholesky, as most steps take; and the iterations
-# that a Krylov solver takes where λ is not very small. Each takes the time of a multiplication for every byte that it
-# works through, and of many more for its small operations: on a GPU, where the host waits for each, of as many as this.
+# Cost model for the choice between the solvers, in multiplications. Half of JᵀJ or J Jᵀ is computed. A step takes three
+# or four Cholesky factorisations, given as multiplications for each number and row. A Krylov solver takes about as many
+# iterations as the third constant, if λ is not very small. An iteration costs a multiplication for each byte that it
+# reads, and a fixed number for its small operations; that number is larger on a GPU, because the host waits for each.
 _HALF, _FACTORISATIONS, _ITERATIONS, _ITERATION, _ITERATION_OF_GPU = 0.5, 1.2, 60, 1e7, 1e10
 # From so many rows or columns of J on a second Gram matrix replaces QR and SVD, which take far longer.
 _REFINED = 128
@@ -102,7 +102,7 @@ class ResidualSolver(ABC):
 
 
 class ExactSolver(ResidualSolver):
-    """By factorisations, in float64: of JᵀJ + λ² or J Jᵀ + λ², whichever is smaller, refined where λ is too small.
+    """By factorisations, in float64: of JᵀJ + λ² or J Jᵀ + λ², whichever is smaller, refined if λ is too small.
 
     The last resort is a QR and an SVD: for the smallest λ, and for small J, which they take no time for.
 

@@ -31,18 +31,18 @@ from lightning_struct.optim.shf.step_state import Decisions, Memory, StepState
 from lightning_struct.optim.shf.steps import Steps, Update
 
 _log = logging.getLogger(__name__)
-# If a step fails, the next one goes on with λ times this, at most with the largest singular value of J: the step has
-# tried all larger ones, and from far above it a step on other samples may be too short to change the loss.
+# After a failed step λ grows by this factor, at most to the largest singular value of J: the step has tried all larger
+# ones, and with a far larger λ a step on other samples may be too short to change the loss.
 _RAISED = 10.0
 # λ of the first step, as a share of the largest singular value of J.
 _FIRST_SHARE = 0.1
 # The smallest λ is taken whose step lowers the loss by this share of the prediction (DSGNAR, arXiv 2607.02194).
 _SMALLEST_RATIO = 0.075
-# λ is first divided by a factor, which is squared if that will do, and else becomes its root, between these bounds. λ
-# rises by it from one try to the next, and by a half more each time.
+# λ is first divided by a factor. If that step is taken, the factor is squared, else it becomes its root, between these
+# bounds. From one try to the next λ rises by the factor, which grows by a half each time.
 _SMALLEST_FACTOR, _LARGEST_FACTOR, _FASTER = 2.0**0.125, 4.0, 1.5
-# A step is corrected at most so often, as long as the loss above the prediction falls to this share, or is more than
-# this share of the prediction.
+# A step is corrected at most so many times, as long as the loss above the prediction falls to the first share, or is
+# more than the second share of the prediction.
 _CORRECTIONS, _GAIN, _REST = 20, 0.8, 0.01
 # Remedy for a forward that does not take the inputs.
 _FORWARD = (

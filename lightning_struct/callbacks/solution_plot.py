@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +32,7 @@ def plot_solution(
     """Draw a network over the domain of an equation, its error, and the errors measured in training.
 
     In more than two dimensions it is the plane through the middle of the domain along the first two coordinates, as the
-    titles say.
+    titles say. Points that the interior does not contain, as holes, are left blank.
 
     Args:
         equation: gives the domain, and the solution if that is known.
@@ -57,7 +58,9 @@ def plot_solution(
         torch.linspace(*ends, _RESOLUTION, dtype=torch.float64) for ends in zip(low[:2], high[:2], strict=True)
     ]
     points = torch.cartesian_prod(*axes_of_points, *((low + high) / 2)[2:, None]).reshape(-1, len(low))
-    values = network(points).detach().cpu()
+    values = network(points).detach().cpu().clone()
+    with suppress(NotImplementedError):  # of regions that do not say what they contain
+        values[~equation.regions["interior"].contains(points)] = torch.nan
     pictures = _by_function("u", values)
     if equation.is_solved:
         pictures |= _by_function("u - solution", values - equation.solution(points))
@@ -154,6 +157,6 @@ def _draw_field(panel: Axes, equation: DifferentialEquation, points: np.ndarray,
         return
     panel.set_ylabel(equation.coordinates[1])
     x, y, z = (numbers.reshape(_RESOLUTION, _RESOLUTION) for numbers in (points[:, 0], points[:, 1], values))
-    largest = float(np.abs(values).max()) or 1.0
+    largest = float(np.nanmax(np.abs(values))) or 1.0
     mesh = panel.pcolormesh(x, y, z, cmap="RdBu_r", vmin=-largest, vmax=largest, rasterized=True)
     panel.figure.colorbar(mesh, ax=panel)

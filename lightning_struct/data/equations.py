@@ -38,6 +38,8 @@ class DifferentialEquation(ABC):
             u, and depend on the point by its other coordinates alone; all others hold at all times. None by default.
         periodic: coordinates in which the solution is periodic, with the domain as its period. None by default.
         unknowns: number of unknown functions; 1 by default.
+        reference: of a solution that another method computed, points (n, d) and the values there, (n,) or (n, k), as on
+            a mesh. None by default.
 
     Example:
         An oscillator u'' + u = 0 with u = 0 and u' = 1 at time 0:
@@ -60,6 +62,7 @@ class DifferentialEquation(ABC):
     time: int | None = None
     periodic: Sequence[int] = ()
     unknowns: int = 1
+    reference: tuple[Tensor, Tensor] | None = None
 
     @abstractmethod
     def residual(self, block: str, u: Field, points: Tensor) -> Tensor:
@@ -100,6 +103,13 @@ class DifferentialEquation(ABC):
         """Whether :meth:`solution` is known."""
         return type(self).solution is not DifferentialEquation.solution
 
+    def known(self, points: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Points with the values of the solution: these points, those of the reference, or None if neither is known."""
+        if self.reference is None:
+            return (points, self.solution(points)) if self.is_solved else None
+        at, values = self.reference
+        return at.to(points), values.to(points)
+
 
 def check_equation(equation: object) -> None:
     """Refuse a value that is no equation, as its name or its class, and one without a domain or regions.
@@ -117,6 +127,10 @@ def check_equation(equation: object) -> None:
             "domain = Box([0.0], [1.0]) and regions = {'interior': domain}"
         )
     name, dimension = type(equation).__name__, equation.domain.dimension
+    at, values = equation.reference or (torch.zeros(1, dimension), torch.zeros(1))
+    fits = at.shape == (len(values), dimension) and bool(at.isfinite().all() and values.isfinite().all())
+    shapes = tuple(at.shape), tuple(values.shape)
+    check(f"reference of {name}", shapes, fits, f"finite points (n, {dimension}) and values (n,) or (n, k)")
     check(f"unknowns of {name}", equation.unknowns, is_count(equation.unknowns), "a whole number >= 1")
     given = [*equation.periodic] if equation.time is None else [equation.time, *equation.periodic]
     if len(set(given)) < len(given) or not set(given) <= set(range(dimension)):

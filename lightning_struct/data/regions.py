@@ -378,6 +378,10 @@ class Product(Region):
     def __init__(self, first: Region, last: Region) -> None:
         self.first, self.last = first, last
 
+    def contains(self, points: Tensor) -> Tensor:
+        columns = self.first.sample(0, torch.Generator()).shape[1]
+        return self.first.contains(points[:, :columns]) & self.last.contains(points[:, columns:])
+
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         return torch.cat([region.sample(count, generator) for region in (self.first, self.last)], dim=1)
 

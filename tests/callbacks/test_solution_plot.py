@@ -5,7 +5,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.callbacks import SolutionPlot
 from lightning_struct.callbacks.solution_plot import plot_solution
-from lightning_struct.data import Heat, PointsDataModule, Poisson
+from lightning_struct.data import Ball, Box, Heat, PointsDataModule, Poisson, Product, Sphere, Without
 from lightning_struct.models import PhysicsInformedNetwork
 from tests.data.test_points import Fitted
 from tests.mixins.helpers import make_trainer
@@ -31,6 +31,16 @@ def test_more_dimensions_are_cut_through_the_middle():
     _, (values, _) = plot_solution(Poisson(3), lambda points: points[:, 2])
     assert (torch.as_tensor(values.collections[0].get_array()) == 0.5).all()
     assert values.get_title() == "u at z = 0.5"
+
+
+def test_holes_are_blank():
+    equation = Poisson(3)
+    hole = Product(Ball([0.5, 0.5], 0.2), Box([0.0], [1.0]))
+    equation.regions = {"interior": Without(equation.domain, hole), "boundary": Sphere([0.5, 0.5, 0.5], 0.2)}
+    _, (values, _) = plot_solution(equation, lambda points: points[:, 0])
+    shown = torch.as_tensor(values.collections[0].get_array().filled(torch.nan))
+    inside = Ball([0.5, 0.5], 0.2).contains(Box([0.0, 0.0], [1.0, 1.0]).grid(201**2)).reshape(201, 201)
+    assert torch.equal(shown.isnan(), inside) and values.collections[0].get_clim() == (-1, 1)
 
 
 def test_one_dimension_is_a_curve():

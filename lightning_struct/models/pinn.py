@@ -7,10 +7,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_struct.collective import all_reduce
+from lightning_struct.collective import all_reduce, broadcast_numbers
 from lightning_struct.data.equations import DifferentialEquation, check_equation
 from lightning_struct.functional.checks import check_types, checked, first_line, positive_size
 from lightning_struct.functional.jacobian.derivatives import (
@@ -28,6 +30,9 @@ from lightning_struct.utilities.namespaces import MisconfigurationException
 
 # Smallest factor of the residuals of conditions in an interval: their errors go on to all later times.
 _OF_CONDITIONS = 10.0
+# A condition is not met if its mean square is above a hundredth of that of its values, which count as at least a
+# hundredth of the largest ones.
+_UNMET = 0.01
 
 
 class TanhNetwork(nn.Module):
@@ -112,6 +117,7 @@ class IntervalNetwork(nn.Module):
     Attributes:
         current: the network that is trained.
         number: of its interval, ().
+        began: when that began, as a share of all training.
 
     Raises:
         MisconfigurationException: the equation has no time; fewer than one interval.
@@ -135,7 +141,7 @@ class IntervalNetwork(nn.Module):
                 "index of that coordinate, or give hidden_sizes in place of this network"
             )
         low, high = equation.domain.low, equation.domain.high
-        self.time, self.intervals = equation.time, intervals
+        self.time, self.intervals, self.began = equation.time, intervals, 0.0
         is_time = (torch.arange(len(low)) == self.time).double()
         self._begin, self._length = low[self.time].item(), (high - low)[self.time].item() / intervals
         rates = 2 * (1 + (intervals - 1) * is_time) / (high - low)
@@ -174,6 +180,43 @@ class IntervalNetwork(nn.Module):
         order = -(-residuals["initial"][0].numel() // equation.unknowns) if "initial" in residuals else 1
         factor = max(_OF_CONDITIONS, self._length**-order)
         return {block: r if block == "interior" else factor * r for block, r in residuals.items()}
+
+    def go_on(self, progress: float, equation: DifferentialEquation, points: Mapping[str, Tensor]) -> list[str]:
+        """Advance if the interval has had its share of the training and meets its conditions; else it takes longer.
+
+        Args:
+            progress: share of all training that is over.
+            equation: it.
+            points: of the domain, by block, to look at the conditions.
+
+        Returns:
+            Blocks of conditions that two shares have not met: no later interval can be right. Else none.
+        """
+        # the first network has two shares: it begins at random, and its errors go on to all others
+        left = self.intervals - int(self.number)
+        share = 1 / left if self.number else 2 / (left + 1)
+        spent = (progress - self.began) / (1 - self.began)
+        if left == 1 or spent < share:
+            return []
+        unmet = self._unmet(equation, points)
+        if not unmet:
+            self.advance()
+            self.began = progress
+        return unmet if spent >= min(2 * share, (1 + share) / 2) else []
+
+    def _unmet(self, equation: DifferentialEquation, points: Mapping[str, Tensor]) -> list[str]:
+        """Blocks with a condition that is not met, by all processes: its residual is nearly that of the function 0."""
+        zero = deepcopy(self)
+        for weights in zero.current.parameters():
+            weights.data.zero_()
+        with torch.no_grad():
+            found = [network.residuals(equation, points) for network in (self, zero)]
+        blocks = [block for block in points if block != "interior"]
+        sizes = [found[0][block][0].numel() for block in blocks]
+        squares = [torch.cat([of[block].square().mean(0).reshape(-1) for block in blocks]) for of in found]
+        errors, values = all_reduce(torch.stack(squares))
+        is_unmet = errors > _UNMET * values.clamp_min(_UNMET * values.max())
+        return [block for block, of_block in zip(blocks, is_unmet.split(sizes), strict=True) if of_block.any()]
 
     def advance(self) -> None:
         """Go on to the next interval, if there is one."""
@@ -223,7 +266,8 @@ class PhysicsInformedNetwork(Task):
     It is called with points, by block, and returns the residuals there. The loss is the sum over blocks of half the
     mean squared residual. Logged are ``train_loss``; ``val_loss`` and ``test_loss``, those of points that are not
     trained on, and their part of each block, as ``val_loss_interior``; and if the solution is known
-    ``relative_l2_error``, ‖u - solution‖/‖solution‖ over the interior points of a validation or test.
+    ``relative_l2_error``, ‖u - solution‖/‖solution‖ over the interior points of a validation or test, or at the points
+    of the ``reference`` of the equation.
 
     For example::
 
@@ -300,17 +344,29 @@ class PhysicsInformedNetwork(Task):
         return self.equation.residuals(self.network, points)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if isinstance(self.network, IntervalNetwork):
-            steps = self.trainer.estimated_stepping_batches
-            if math.isinf(steps):
-                raise MisconfigurationException(
-                    f"{type(self.equation).__name__} is solved in {self.network.intervals} intervals of time, which "
-                    "share the steps of the fit: give the Trainer max_steps or max_epochs, also beside max_time"
+        if isinstance(network := self.network, IntervalNetwork):
+            unmet = network.go_on(self._progress(network), self.equation, batch)
+            if unmet:
+                self.trainer.should_stop = True
+                rank_zero_warn(
+                    f"The fit stops in interval {int(network.number) + 1} of {network.intervals}, since its conditions "
+                    f"{', '.join(unmet)} are not met after twice its share of the training: what follows would be "
+                    "wrong. Train longer, with a larger network, or with more intervals"
                 )
-            # the first network has two shares of the steps: it begins at random, and its errors go on to all others
-            reached = self.trainer.global_step * (self.network.intervals + 1) // int(steps) - 1
-            for _ in range(int(self.network.number), reached):
-                self.network.advance()
+
+    def _progress(self, network: IntervalNetwork) -> float:
+        """The share of the fit that is over, by its steps or by its time, as the first process has it."""
+        trainer: Any = self.trainer
+        steps = trainer.estimated_stepping_batches
+        timers = [each for each in trainer.callbacks if isinstance(each, Timer)]
+        times = [(each.time_elapsed(), left) for each in timers if (left := each.time_remaining()) is not None]
+        if math.isinf(steps) and not times:
+            raise MisconfigurationException(
+                f"{type(self.equation).__name__} is solved in {network.intervals} intervals of time, which share the "
+                "fit: give the Trainer max_steps, max_epochs or max_time"
+            )
+        spent = max([trainer.global_step / steps, *(before / (before + after) for before, after in times)])
+        return broadcast_numbers([spent], self.device)[0]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = sum(self.block_losses(batch).values(), start=torch.zeros((), device=self.device))
@@ -329,7 +385,13 @@ class PhysicsInformedNetwork(Task):
             self.equation.domain.check_inside(points, f"The domain of {type(self.equation).__name__}")
         return torch.cat([points, self.network(points).reshape(len(points), -1)], dim=1)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if isinstance(self.network, IntervalNetwork):
+            checkpoint["interval_began"] = self.network.began
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if isinstance(self.network, IntervalNetwork):
+            self.network.began = checkpoint.get("interval_began", 0.0)
         # Lightning loads weights before Trainer(precision="64-true") makes the module float64: they would be rounded
         self.to(next(weights.dtype for weights in checkpoint["state_dict"].values() if weights.is_floating_point()))
 
@@ -339,12 +401,13 @@ class PhysicsInformedNetwork(Task):
         self.log(f"{stage}_loss", total, prog_bar=True, batch_size=points, sync_dist=True)
         by_block = {f"{stage}_loss_{block}": loss for block, loss in losses.items()}
         self.log_dict(by_block, batch_size=points, sync_dist=True)
-        if self.equation.is_solved and "interior" in batch:
-            interior = batch["interior"]
-            solution, values = self.equation.solution(interior), self.network(interior)
+        known = self.equation.known(batch["interior"]) if "interior" in batch else None
+        if known is not None:
+            at, solution = known
+            values = self.network(at)
             if solution.shape != values.shape:
                 raise MisconfigurationException(
-                    f"{type(self.equation).__name__}.solution returns {tuple(solution.shape)} at {len(interior)} "
+                    f"{type(self.equation).__name__}.solution returns {tuple(solution.shape)} at {len(at)} "
                     f"points, and the network {tuple(values.shape)}: both must have one shape, mostly (n,), as "
                     "points[:, 0].sin() has"
                 )

@@ -4,7 +4,7 @@ from typing import ClassVar
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -315,8 +315,8 @@ def test_evaluation_is_over_all_intervals():
 
 def fit_oscillator(tmp_path, ckpt_path=None, **options):
     torch.manual_seed(0)
-    data = PointsDataModule(Oscillator(10.0), {"interior": 20, "initial": 1}, steps_per_epoch=4, eval_count=20)
-    model = SHFPhysicsInformedNetwork(Oscillator(10.0), hidden_sizes=[4])
+    data = PointsDataModule(Oscillator(10.0), {"interior": 20, "initial": 1}, steps_per_epoch=8, eval_count=20)
+    model = SHFPhysicsInformedNetwork(Oscillator(10.0), hidden_sizes=[6])
     make_trainer(tmp_path, precision="64-true", **options).fit(model, datamodule=data, ckpt_path=ckpt_path)
     return model
 
@@ -325,18 +325,78 @@ def test_intervals_share_the_steps_of_a_fit_that_may_be_resumed(tmp_path):
     keep_all = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1)
     model = fit_oscillator(tmp_path, max_epochs=5, callbacks=[keep_all], enable_checkpointing=True)
     assert model.network.number == 9
-    number = torch.load(tmp_path / "step=12.ckpt")["state_dict"]["network.number"]
-    assert number == 5
-    resumed = fit_oscillator(tmp_path, ckpt_path=tmp_path / "step=12.ckpt", max_epochs=5)
+    number = torch.load(tmp_path / "step=24.ckpt")["state_dict"]["network.number"]
+    assert number == 4
+    resumed = fit_oscillator(tmp_path, ckpt_path=tmp_path / "step=24.ckpt", max_epochs=5)
     ours, theirs = resumed.state_dict(), model.state_dict()
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_intervals_need_the_number_of_steps(tmp_path):
-    with pytest.raises(
-        MisconfigurationException, match="Oscillator is solved in 10 intervals .* max_steps or max_epochs"
-    ):
-        fit_oscillator(tmp_path, max_epochs=-1, max_time="00:00:01:00")
+def test_intervals_share_the_time_of_a_fit(tmp_path):
+    class Clock(Timer):  # a step takes a second
+        def time_elapsed(self, stage="train"):
+            return float(self.steps)
+
+        def on_train_batch_start(self, trainer, *_):
+            self.steps = trainer.global_step
+
+    clock = Clock(duration={"seconds": 40})
+    clock.steps = 0
+    assert fit_oscillator(tmp_path, max_epochs=-1, callbacks=[clock]).network.number == 9
+
+
+def test_intervals_need_the_length_of_the_fit(tmp_path):
+    with pytest.raises(MisconfigurationException, match="Oscillator is solved in 10 intervals .* max_steps"):
+        fit_oscillator(tmp_path, max_epochs=-1)
+
+
+def test_an_interval_whose_conditions_are_not_met_is_the_last_one(tmp_path):
+    def still(parameters):
+        return torch.optim.SGD(parameters, lr=0.0)
+
+    equation = Oscillator(1.0)
+    model = PhysicsInformedNetwork(equation, network=IntervalNetwork(equation, [4], intervals=4), optimizer=still)
+    data = PointsDataModule(equation, {"interior": 5, "initial": 1}, eval_count=5)
+    trainer = make_trainer(tmp_path, max_steps=20)
+    with pytest.warns(UserWarning, match="stops in interval 1 of 4, since its conditions initial are not met"):
+        trainer.fit(model, datamodule=data)
+    assert trainer.global_step == 15 and model.network.number == 0  # two shares of five, at most half of the others
+
+
+def test_an_interval_takes_longer_to_meet_its_conditions():
+    network, equation = in_intervals(Oscillator(1.0), 4, 0), Oscillator(1.0)
+    points = {name: at.double() for name, at in points_of(equation).items()}
+    assert network.go_on(0.5, equation, points) == [] and network.number == 0
+    with torch.no_grad():
+        for weights in network.current.parameters():
+            weights.zero_()
+        network.current.layers[-1].bias.fill_(2.0)  # u = 2
+    assert network.go_on(0.5, equation, points) == [] and network.number == 1
+    assert network.go_on(0.6, equation, points) == [] and network.number == 1  # a third of the rest is not over
+    assert network.go_on(0.7, equation, points) == [] and network.number == 2
+
+
+class FirstCoordinate(nn.Module):
+    def forward(self, points):
+        return points[:, 0]
+
+
+def test_the_error_is_that_at_the_points_of_a_reference(tmp_path):
+    equation = Poisson(2)
+    points = torch.rand(20, 2)
+    equation.reference = points, torch.ones(20)
+    data = PointsDataModule(equation, {"interior": 5, "boundary": 4}, eval_count=5)
+    trainer = make_trainer(tmp_path)
+    trainer.validate(PhysicsInformedNetwork(equation, network=FirstCoordinate()), datamodule=data, verbose=False)
+    error = trainer.callback_metrics["relative_l2_error"]
+    torch.testing.assert_close(error, (points[:, 0] - 1).norm() / 20**0.5)
+
+
+def test_a_reference_of_other_points_is_refused():
+    equation = Poisson(2)
+    equation.reference = torch.rand(20, 3), torch.ones(20)
+    with pytest.raises(MisconfigurationException, match=r"reference of Poisson .* \(n, 2\) .* \(\(20, 3\), \(20,\)\)"):
+        PhysicsInformedNetwork(equation, [4])
 
 
 def test_intervals_of_an_equation_without_time_are_refused():

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-# Steps after which the losses are compared, and the share of the last ones above which a block has not fallen.
-EVERY_N_STEPS, _FALLEN = 5, 0.5
+# Steps after which the losses are compared, and the shares of the last ones between which a block has not fallen: a
+# larger one is of another problem, as of the next interval of time.
+EVERY_N_STEPS, _FALLEN, _OTHER = 5, 0.5, 10.0
 # A weight rises if the weighted loss of its block is above this multiple of the equation's, and falls below that one.
 _HIGH, _LOW = 2.0, 0.01
 _RISE, _FALL = 4.0, 0.5
@@ -54,7 +55,7 @@ class Penalties:
                 continue
             weight = weights.get(name, 1.0)
             share = weight * loss / max(losses[equation], 1e-300)
-            if share > _HIGH and loss > _FALLEN * self.last[name]:
+            if share > _HIGH and _FALLEN * self.last[name] < loss < _OTHER * self.last[name]:
                 first.setdefault(name, loss)
                 if weight >= _LARGEST_WEIGHT and loss > _REST * first[name]:
                     del weights[name]

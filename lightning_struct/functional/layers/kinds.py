@@ -121,8 +121,8 @@ _OF_TORCH: dict[type[nn.Module], LayerKind] = {
         parameters=lambda layer: _ATTENTION_PARAMETERS, hidden_layers=lambda layer: [layer.out_proj],
     ),
     **_kinds(
-        nn.Embedding, nn.PReLU, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
-        nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+        nn.Embedding, nn.EmbeddingBag, nn.PReLU, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d,
+        nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
     ),
 }  # fmt: skip
 

@@ -263,7 +263,9 @@ def reader_of(layer: nn.Module) -> Reader:
         return _BY_VMAP
     if kind.rule is not None:
         return Reader(kind.rule, declared=True)
-    return _BY_VMAP if kind.base is None else _READERS.get(kind.base, _BY_VMAP)
+    if kind.base is None or (kind.base is nn.EmbeddingBag and layer.mode == "max"):
+        return _BY_VMAP
+    return _READERS.get(kind.base, _BY_VMAP)
 
 
 def _checked(layer: nn.Module, shares: dict[str, Contribution]) -> dict[str, Contribution]:
@@ -308,6 +310,26 @@ def _embedding(call: LayerCall) -> dict[str, Contribution]:
     if layer.scale_grad_by_freq:
         delta = delta / torch.bincount(indices.flatten())[indices][..., None].to(delta.dtype)
     return {"weight": Lookup(layout.arranged(indices), layout.arranged(delta), layer.num_embeddings)}
+
+
+def _embedding_bag(call: LayerCall) -> dict[str, Contribution]:
+    layer, indices, delta = call.layer, call.input, at_least_float32(call.cotangent)
+    weights, offsets = call.argument(2, "per_sample_weights", None), call.argument(1, "offsets", None)
+    layout = sample_layout.sample_layout(delta.shape, 1, call)  # of the bags
+    weights = delta.new_ones(indices.shape) if weights is None else weights
+    if layer.padding_idx is not None:
+        weights = weights.masked_fill(indices == layer.padding_idx, 0)
+    if offsets is not None:
+        lengths = torch.diff(offsets, append=offsets.new_tensor([len(indices)]))[: len(delta)]
+        bag_of_row = torch.arange(len(delta), device=delta.device).repeat_interleave(lengths)
+        bags = sample_layout.SampleLayout(len(delta), 0, 1, bag_of_row)
+        indices, weights = bags.arranged(indices), bags.arranged(weights)
+    if layer.mode == "mean":
+        weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
+    if layer.scale_grad_by_freq:
+        weights = weights / torch.bincount(call.input.flatten())[indices].clamp(min=1)
+    shares = layout.arranged(weights[..., None] * delta[:, None]).flatten(1, 2)
+    return {"weight": Lookup(layout.arranged(indices).flatten(1), shares, layer.num_embeddings)}
 
 
 def _convolution(call: LayerCall) -> dict[str, Contribution]:
@@ -390,6 +412,7 @@ _BY_VMAP = Reader(contributions_by_vmap, runs_again=True, is_known=False)
 _READERS: dict[type[nn.Module], Reader] = {
     nn.Linear: Reader(_affine),
     nn.Embedding: Reader(_embedding),
+    nn.EmbeddingBag: Reader(_embedding_bag),
     nn.PReLU: Reader(_parametric_relu),
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), Reader(_convolution)),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), Reader(_convolution)),

@@ -100,6 +100,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "embedding": (lambda: nn.Embedding(4, 3), integers(4, 5, 6)),
     "embedding, padding": (lambda: nn.Embedding(4, 3, padding_idx=2), integers(4, 5, 6)),
     "embedding, frequencies": (lambda: nn.Embedding(4, 3, scale_grad_by_freq=True), integers(4, 5, 6)),
+    "embedding_bag": (lambda: nn.EmbeddingBag(4, 3), integers(4, 5, 6)),
+    "embedding_bag, sum, padding": (lambda: nn.EmbeddingBag(4, 3, mode="sum", padding_idx=2), integers(4, 5, 6)),
+    "embedding_bag, mean, padding": (lambda: nn.EmbeddingBag(4, 3, padding_idx=2), integers(4, 5, 6)),
+    "embedding_bag, frequencies": (
+        lambda: nn.EmbeddingBag(4, 3, mode="sum", scale_grad_by_freq=True), integers(4, 5, 6)
+    ),
     "layer_norm": (lambda: nn.LayerNorm(4), gaussian(5, 4)),
     "layer_norm, positions": (lambda: nn.LayerNorm(4), gaussian(5, 3, 4)),
     "layer_norm without bias": (lambda: nn.LayerNorm(4, bias=False), gaussian(5, 4)),
@@ -123,6 +129,19 @@ def test_the_shares_of_a_layer_with_a_rule(case: str) -> None:
     layer = made(make)
     assert has_rule(layer)
     assert_shares_are_right(layer, inputs)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("last", [[], [11]], ids=["offsets", "offsets and the end"])
+def test_bags_of_different_lengths(mode: str, last: list[int]) -> None:
+    layer = made(lambda: nn.EmbeddingBag(5, 3, mode=mode, padding_idx=1, include_last_offset=bool(last)))
+    assert_shares_are_right(layer, integers(5, 11), torch.tensor([0, 4, 4, 5, *last]))
+
+
+def test_bags_with_weights_of_their_rows() -> None:
+    layer = made(lambda: nn.EmbeddingBag(5, 3, mode="sum", padding_idx=1))
+    assert_shares_are_right(layer, integers(5, 4, 6), None, gaussian(4, 6))
+    assert_shares_are_right(layer, integers(5, 24), torch.tensor([0, 3, 9]), gaussian(24))
 
 
 @pytest.mark.covering(1)
@@ -160,11 +179,12 @@ def test_the_samples_are_in_the_second_dimension_where_the_sequence_comes_first(
         (lambda: nn.ConvTranspose2d(4, 3, 3, stride=2), gaussian(6, 4, 3, 3)),
         (lambda: nn.LayerNorm((2, 3)), gaussian(6, 2, 3)),
         (lambda: nn.Embedding(4, 3), integers(4, 6, 5)),
+        (lambda: nn.EmbeddingBag(4, 3), integers(4, 6, 5)),
         (lambda: nn.BatchNorm2d(2), gaussian(6, 2, 3, 3)),
         (lambda: nn.PReLU(2), gaussian(6, 2, 3)),
     ],
     ids=["linear", "linear, positions", "conv2d", "conv_transpose2d", "layer_norm", "embedding",
-         "batch_norm, as many channels as samples", "prelu, as many channels as samples"],
+         "embedding_bag", "batch_norm, as many channels as samples", "prelu, as many channels as samples"],
 )  # fmt: skip
 def test_consecutive_rows_belong_to_one_sample(make: Callable[[], nn.Module], inputs: Tensor) -> None:
     assert_shares_are_right(made(make), inputs, samples=2, rows=3)

@@ -438,7 +438,8 @@ class ResizableLoader:
     def _begin(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin a pass by calling ``begin``, the loader's own ``__iter__``."""
         position = self._resume
-        if position is None or not position["delivered"]:
+        # the first batch of a pass may have been handed out, but not trained on: its order is drawn already
+        if position is None or not (position["delivered"] or (position["sizes"] and not self.iterable)):
             if position is not None:
                 for generator, state in zip(self._all_generators(), position["generators"], strict=True):
                     generator.set_state(state)

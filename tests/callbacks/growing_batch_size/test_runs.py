@@ -1,6 +1,7 @@
 """Runs that are stopped anywhere, in any way, and resumed: every sample is read once, and all is given back."""
 
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning as L
@@ -111,8 +112,8 @@ class Runs(RuleBasedStateMachine):
         in_step=st.booleans(),  # of all stops: Lightning itself does not resume exactly after both kinds
     )
     def begin(self, name, way, sizes, accumulated, in_step):
-        # an epoch that fails in its first batch is drawn anew from a generator of the sampler's own
-        self.in_step = in_step and name in ("in order", "shuffled by epoch", "stream", "sized stream")
+        # Lightning does not save which of several loaders have been at their ends: a smaller size may come after one
+        self.in_step, sizes = in_step, sorted(sizes) if name == "two loaders" else sizes
         self.name, self.accumulated = name, accumulated
         self.options = way | {"sizes": sizes, "scale_lr": "sqrt"}
         self.whole, self.callback = self.fit(LOADERS[name](list(range(SAMPLES))))
@@ -192,3 +193,17 @@ Runs.TestCase.settings = settings(max_examples=20, stateful_step_count=4, phases
 
 class TestRuns(Runs.TestCase):
     pytestmark = WARNINGS_OF_READERS
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_epoch_that_fails_in_its_first_batch_keeps_its_order(tmp_path):
+    def fit(*callbacks, checkpoint=None):
+        module, growing = Failing(), Growing([8], mode="batch")
+        module.epochs.append([])
+        trainer = make_trainer(tmp_path, callbacks=[growing, *callbacks], max_epochs=2, num_sanity_val_steps=0)
+        with pytest.raises(Stopped) if callbacks else nullcontext():
+            trainer.fit(module, LOADERS["shuffled"](list(range(SAMPLES))), ckpt_path=checkpoint)
+        return module.read
+
+    path = tmp_path / "first.ckpt"
+    assert fit(Stop(path, 4, in_step=True)) + fit(checkpoint=path) == fit()

@@ -89,10 +89,10 @@ class GrowingBatchSize(Callback):
             scale. None: 0.5, the paper's value, if the module has its own statistics; else 1, and the batch grows only
             when noise cancels what the steps gain, or with ``scale_lr``. Infinite: no norm test.
         schedule: sizes set by hand, without measuring: ``SAMPLES:SIZE`` entries such as ``"0:32 50K:128 1.5M:512"``,
-            with K for thousand and M for million. Each holds from the first step that begins after so many samples;
-            until the first one, the loaders keep their own size. Sizes may fall. ``"auto"``: by the schedule of the
-            learning rate. Each time that it has halved the rate, the batch doubles, and by ``scale_lr`` (``"sqrt"`` if
-            that is left out) the rate falls by √2 only; see :meth:`LearningRateScale.size_by_rate`.
+            with K, M, B and T for 10³, 10⁶, 10⁹ and 10¹². Each holds from the first step that begins after so many
+            samples; until the first one, the loaders keep their own size. Sizes may fall. ``"auto"``: by the schedule
+            of the learning rate. Each time that it has halved the rate, the batch doubles, and by ``scale_lr``
+            (``"sqrt"`` if that is left out) the rate falls by √2 only; see :meth:`LearningRateScale.size_by_rate`.
         scale_lr: how the learning rate follows the batch size n from the first one, n₀, within the steps of all
             optimizers; outside of them the configured rate is seen. ``"sqrt"``: by √(n/n₀), for Adam and its variants.
             ``"linear"``: by n/n₀, up to the noise scale if that is measured, for SGD. β₂ of Adam becomes β₂^(n/n₀), so

@@ -147,7 +147,7 @@ class LearningRateScale:
             batch_size: samples of a step, as decided.
             samples: of the step under way; None if that is not known. As long as they are fewer, because workers had
                 been asked for batches of an earlier size, that size counts. The last batch of an epoch, when it is
-                smaller, has the rate of those before it.
+                smaller, has the rate of those before it, also right after a growth.
         """
         self._put_all_back()  # after a step that failed
         if batch_size == self._batch_size:

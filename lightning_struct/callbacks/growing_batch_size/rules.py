@@ -20,9 +20,9 @@ from lightning_struct.utilities.namespaces import MisconfigurationException
 LONGEST_WAIT = 100
 
 FORM = "SAMPLES:SIZE entries with spaces between them, such as '0:32 50_000:128'"
-# Samples may have a fraction before K (thousand) or M (million).
-ENTRY = re.compile(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+(?=[KM]))?)([KM]?):([0-9]+(?:_[0-9]+)*)")
-_FACTORS = {"": 1, "K": 1_000, "M": 1_000_000}
+# Samples may have a fraction before K, M, B (billion, 10⁹) or T (10¹²).
+ENTRY = re.compile(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+(?=[KMBT]))?)([KMBT]?):([0-9]+(?:_[0-9]+)*)")
+_FACTORS = {"": 1, "K": 1_000, "M": 1_000_000, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class SampleSchedule:
         """Read a schedule from its text, entries ``SAMPLES:SIZE`` with spaces between them.
 
         Args:
-            text: such as ``"0:32 50_000:128"``, or ``"0:32 50K:128 1.5M:512"`` with thousands and millions.
+            text: such as ``"0:32 50_000:128"``, or ``"0:32 50K:128 1.5M:512"``, with K, M, B, T for thousands to 10¹².
             max_batch_size: largest size that is allowed.
 
         Raises:

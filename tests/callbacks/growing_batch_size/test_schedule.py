@@ -19,8 +19,9 @@ def test_the_size_is_that_of_the_last_entry_reached(samples, size):
     assert SampleSchedule.parse("0:32 50_000:128\n200000:16").batch_size(samples) == size
 
 
-def test_samples_may_be_given_in_thousands_and_millions():
-    assert SampleSchedule.parse("0:768 250K:1536 1.5M:3072").entries == ((0, 768), (250_000, 1536), (1_500_000, 3072))
+def test_samples_may_be_given_in_thousands_to_trillions():
+    entries = SampleSchedule.parse("0:32 250K:64 1.5M:128 0.25B:256 1T:512").entries
+    assert entries == ((0, 32), (250_000, 64), (1_500_000, 128), (250_000_000, 256), (10**12, 512))
 
 
 def test_before_the_first_entry_there_is_no_size():

@@ -63,14 +63,3 @@ def by_rows(multiply: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype)
     rows = (x if x.ndim == 2 else x.reshape(-1, x.shape[-1])).to(dtype)
     product = multiply(rows) if rows.shape[0] else multiply(F.pad(rows, (0, 0, 0, 1)))[:0]
     return product if x.ndim == 2 else product.reshape(*x.shape[:-1], product.shape[-1])
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own: not on the meta device, nor wrapped by ``vmap`` or the like."""
-    if tensor.is_meta:
-        return False
-    try:
-        tensor.data_ptr()
-    except RuntimeError:
-        return False
-    return True

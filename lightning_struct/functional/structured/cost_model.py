@@ -12,9 +12,6 @@ LARGEST_MATRIX = 2048 * 2048
 LARGEST_PREPARED_MATRIX = 4096 * 4096
 # Odd factors of the lengths of transforms, beside powers of two. Larger ones take up to twice as long.
 _ODD_FACTORS = (1, 3, 5, 7, 9, 15, 25, 49, 125)
-# Transforms of at least this length take longer to plan than to compute, on a CPU; and rows times rank up to which
-# complex ones of half the length are faster.
-_LONG_PLAN, ROWS_OF_HALF_LENGTH = 512, 64
 # Multiplications of a matrix product that take as long as one number of a transform or copy, and as all their calls.
 _OF_COPIES, _OF_CALLS = 100, 20_000_000
 
@@ -57,14 +54,6 @@ def making_is_faster(m: int, n: int, rows: int, break_even: int) -> bool:
     """
     shorter = min(m, n)
     return m * n <= LARGEST_MATRIX and rows * (break_even - shorter) > shorter * break_even
-
-
-def half_length_pays(m: int, n: int, device: torch.device) -> bool:
-    """Whether products of few rows by complex transforms of half the length are faster than by real ones.
-
-    That takes a square matrix of a size that transforms quickly, and a device that plans each transform anew.
-    """
-    return m == n == transform_length(2 * m) // 2 and 2 * m >= _LONG_PLAN and device.type == "cpu"
 
 
 def factors_are_faster(k: int, m: int, n: int, rows: int) -> bool:

@@ -196,7 +196,7 @@ def prepare_subdiagonal(*parameters: Tensor, method: str = "auto") -> PreparedMa
     method, _, computed = _resolved(method, *parameters)
     if method == "tree":
         return KrylovTrees.of(*computed)
-    return ScaledToeplitzSpectra.of(*computed[4:], *computed[:4], few_rows=True)
+    return ScaledToeplitzSpectra.of(*computed[4:], *computed[:4])
 
 
 def choose_subdiagonal_method(*operators: Tensor) -> str:

@@ -82,7 +82,7 @@ def prepare_toeplitz_like(
     arguments.require_generators(G, H)
     require_real(G=G, H=H)
     dtype = arguments.computing_dtype(G, H)
-    return ScaledToeplitzSpectra.of(*_parts(G.to(dtype), H.to(dtype), f, g), few_rows=True)
+    return ScaledToeplitzSpectra.of(*_parts(G.to(dtype), H.to(dtype), f, g))
 
 
 def _parts(G: Tensor, H: Tensor, f: float | Tensor, g: float | Tensor) -> tuple[Tensor, ...]:

@@ -18,10 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "FakeTensor", "TorchDispatchMode", "call_with", "current_backward", "denormals_flushed", "in_eval_mode",
-    "is_functorch_wrapped_tensor", "is_recorded", "norms_of_each", "opaque_operator",
-    "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "triangular_factor", "writes_in_place",
+    "FakeTensor", "TorchDispatchMode", "add_to_each", "average_each", "call_with", "copy_each", "current_backward",
+    "denormals_flushed", "in_eval_mode", "is_functorch_wrapped_tensor", "is_recorded", "norms_of_each",
+    "opaque_operator", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "triangular_factor",
+    "writes_in_place",
 ]  # fmt: skip
+from torch import _foreach_add_ as add_to_each
+from torch import _foreach_copy_ as copy_each
+from torch import _foreach_lerp_ as average_each
 from torch.func import functional_call
 
 
@@ -40,9 +44,9 @@ def is_recorded() -> bool:
     return _get_current_dispatch_mode() is not None
 
 
-def norms_of_each(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """The Euclidean norm of each tensor, all at once; computed in ``dtype`` if one is given."""
-    return torch._foreach_norm(list(tensors), 2, dtype)
+def norms_of_each(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, order: float = 2) -> tuple[Tensor, ...]:
+    """The Euclidean norm of each tensor, or that of another order, all at once; in ``dtype`` if one is given."""
+    return torch._foreach_norm(list(tensors), order, dtype) if tensors else ()
 
 
 def triangular_factor(matrix: Tensor) -> Tensor:

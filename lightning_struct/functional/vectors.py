@@ -7,6 +7,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.torch_tools import norms_of_each
+
 Vector: TypeAlias = Tensor | Mapping[str, Tensor]
 
 
@@ -75,7 +77,8 @@ def dot(left: list[Tensor], right: list[Tensor]) -> Tensor:
         value = _sum_of_inner(left, right)
         if float32_holds(value.item()):
             return value
-    return _sum_of_inner([t.double() for t in left], [t.double() for t in right])
+    doubles = [t.double() for t in left]
+    return _sum_of_inner(doubles, doubles if left is right else [t.double() for t in right])
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
@@ -85,7 +88,10 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
 
 def norm(tensors: list[Tensor]) -> Tensor:
     """‖·‖; see :func:`dot`."""
-    return root(dot(tensors, tensors))
+    if tensors[0].is_cpu:
+        return root(dot(tensors, tensors))
+    norms = norms_of_each(tensors, torch.float64)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def root(square: Tensor) -> Tensor:
@@ -108,7 +114,8 @@ def float32_holds(product: float) -> bool:
 
 
 def _sum_of_inner(left: list[Tensor], right: list[Tensor]) -> Tensor:
-    return torch.stack([inner(a, b) for a, b in zip(left, right, strict=True)]).sum()
+    products = [inner(a, b) for a, b in zip(left, right, strict=True)]
+    return products[0] if len(products) == 1 else torch.stack(products).sum()
 
 
 def inner(left: Tensor, right: Tensor) -> Tensor:
@@ -122,9 +129,10 @@ def inner(left: Tensor, right: Tensor) -> Tensor:
     if torch.is_autocast_enabled(left.device.type):
         with torch.autocast(left.device.type, enabled=False):
             return inner(left, right)
-    left, right = left.reshape(-1), right.reshape(-1)
     if not left.is_cpu:
-        return torch.dot(left.double(), right.double())
+        double = left.reshape(-1).double()
+        return torch.dot(double, double if right is left else right.reshape(-1).double())
+    left, right = left.reshape(-1), right.reshape(-1)
     count = left.numel()
     whole = count // _BLOCK * _BLOCK
     if whole == 0:

@@ -22,7 +22,7 @@ from lightning_struct import nn as structured
 from lightning_struct.callbacks import NoiseEstimator
 from lightning_struct.functional import per_sample_gradient_norms
 from lightning_struct.optim import RLS, SHF
-from lightning_struct.optim.shf.settings import Kronecker
+from lightning_struct.optim.shf.settings import LSMR, Kronecker
 from tests.cases import First
 from tests.waiting.standin import DEVICE, StandInDevice
 
@@ -70,6 +70,7 @@ def labels(*shape: int) -> Tensor:
 # name -> module, loss, inputs, targets, whether with the paper's settings, options
 SHF_CASES: dict[str, tuple[Callable[[], nn.Module], str, Tensor, Tensor | None, bool, dict[str, Any]]] = {
     "mse": (mlp, "mse", numbers(32, 4), numbers(32, 3), False, {}),
+    "lsmr": (mlp, "mse", numbers(32, 4), numbers(32, 3), False, {"solver": LSMR(maxiter=9)}),
     "cross-entropy": (mlp, "cross_entropy", numbers(32, 4), labels(32), False, {}),
     "binary cross-entropy": (mlp, "binary_cross_entropy", numbers(32, 4), labels(32, 3).clamp_max(1), False, {}),
     "convolutions": (cnn, "cross_entropy", numbers(16, 1, 6, 6), labels(16), False, {"preconditioner": Kronecker()}),
@@ -111,24 +112,45 @@ def shf_steps(name: str) -> list[dict[str, Any]]:
             y = None if targets is None else device.tensor(targets)
             device.reset()
             report = optimizer.step(inputs=x, targets=y)
-            found.append({"iterations": report.solver_iterations, "waits": device.total, "places": device.places})
+            found.append({"iterations": report.solver_iterations, **device.found()})
     return found
 
 
-def rls_steps(build: Callable[[], nn.Module], inputs: Tensor) -> list[dict[str, Any]]:
+def rls_steps(build: Callable[[], nn.Module], inputs: Tensor, **options: Any) -> list[dict[str, Any]]:
     """Steps of RLS."""
+    return gradient_steps(lambda m: RLS(m, auxiliary=partial(torch.optim.SGD, lr=1e-2), **options), build, inputs)
+
+
+def gradient_steps(
+    make: Callable[[nn.Module], torch.optim.Optimizer], build: Callable[[], nn.Module], inputs: Tensor
+) -> list[dict[str, Any]]:
+    """Steps of an optimizer that takes gradients."""
     torch.manual_seed(0)
     found = []
     with StandInDevice() as device:
         module = device.move(build())
-        optimizer = RLS(module, auxiliary=partial(torch.optim.SGD, lr=1e-2))
+        optimizer = make(module)
         x, y = device.tensor(inputs), device.tensor(labels(len(inputs)))
         for _ in range(_STEPS):
             device.reset()
             optimizer.zero_grad()
             F.cross_entropy(module(x), y).backward()
             optimizer.step()
-            found.append({"waits": device.total, "places": device.places})
+            found.append(device.found())
+    return found
+
+
+def recursive_steps() -> list[dict[str, Any]]:
+    """Updates of a layer that learns in closed form."""
+    found = []
+    with StandInDevice() as device:
+        layer = device.move(structured.RecursiveLinear(4, 3))
+        layer.reset_parameters()  # makes the state of the recursion, which is no buffer
+        x, y = device.tensor(numbers(32, 4)), device.tensor(numbers(32, 3))
+        for _ in range(_STEPS):
+            device.reset()
+            layer.update(x, y)
+            found.append(device.found())
     return found
 
 
@@ -143,13 +165,13 @@ def layer_steps(name: str) -> list[dict[str, Any]]:
             device.reset()
             optimizer.zero_grad()
             layer(x).square().mean().backward()
+            found.append(device.found())
             optimizer.step()
-            found.append({"waits": device.total, "places": device.places})
         with torch.no_grad():
             layer.eval()(x)  # prepares the weights for the calls to come
             device.reset()
             layer(x)
-        found.append({"waits": device.total, "places": device.places})
+        found.append(device.found())
     return found
 
 
@@ -164,7 +186,7 @@ def norm_steps() -> list[dict[str, Any]]:
             with per_sample_gradient_norms(module) as norms:
                 F.cross_entropy(module(x), y).backward()
             norms.squared_norms  # noqa: B018
-            found.append({"waits": device.total, "places": device.places})
+            found.append(device.found())
     return found
 
 
@@ -200,7 +222,7 @@ class Counting(L.Callback):
         self.device.reset()
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.found.append({"waits": self.device.total, "places": dict(self.device.places)})
+        self.found.append(self.device.found())
 
 
 def growing_steps(kind: str) -> list[dict[str, Any]]:
@@ -229,6 +251,11 @@ def steps() -> dict[str, list[dict[str, Any]]]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     found: dict[str, list[dict[str, Any]]] = {f"SHF {name}": shf_steps(name) for name in SHF_CASES}
     found["RLS"] = rls_steps(mlp, numbers(32, 4))
+    found["RLS(momentum)"] = rls_steps(mlp, numbers(32, 4), momentum=0.5)
+    found["Adam(foreach)"] = gradient_steps(
+        lambda m: torch.optim.Adam(m.parameters(), foreach=True), mlp, numbers(32, 4)
+    )
+    found["RecursiveLinear.update"] = recursive_steps()
     found["RLS of convolutions"] = rls_steps(cnn, numbers(16, 1, 6, 6))
     found |= {f"layer {name}": layer_steps(name) for name in LAYERS}
     found["norms"] = norm_steps()

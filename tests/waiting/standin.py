@@ -2,12 +2,14 @@
 
 A GPU works behind its host. The host waits for it when it asks for a number (``item``, ``bool``, ``float``, ``tolist``,
 ``numpy``), compares whole tensors (``torch.equal``), or selects by values (``nonzero``, masks). Code that does so in a
-loop is slow there, and code that mixes tensors of two devices fails there. Both can be seen without one::
+loop is slow there, and code that mixes tensors of two devices fails there. Both can be seen without one, and how many
+operations the host starts, which takes the time of small steps::
 
     with StandInDevice() as device:
         module, inputs = device.move(module), device.tensor(inputs)
         module(inputs).sum().backward()
     device.synchronisations  # Counter({"aten._local_scalar_dense": 1}), say
+    device.operations.total()  # those that compute or copy numbers
 """
 
 import sys
@@ -36,6 +38,9 @@ class _Module(backend_registration._DummyBackendModule):
 
 backend_registration._setup_privateuseone_for_python_backend("standin", _Module())
 DEVICE = torch.device("standin", 0)
+
+# Operations that only make memory, beside the views, which their schemas show.
+_ALLOCATES = ("empty", "new_empty", "_unsafe_view")
 
 # Operations whose result, or its size, the host needs before it goes on.
 _WAITS = {
@@ -78,11 +83,13 @@ class StandInDevice:
     Attributes:
         synchronisations: how often the host waited for the device, by the name of the operation.
         places: how often it did at each line of lightning_struct.
+        operations: how often each operation on the device was started, views and allocations apart.
     """
 
     def __init__(self) -> None:
         self.synchronisations: Counter[str] = Counter()
         self.places: Counter[str] = Counter()
+        self.operations: Counter[str] = Counter()
         self._modes = (_Functions(self), _Operations(self))
         self._generator = torch.Generator
 
@@ -108,6 +115,11 @@ class StandInDevice:
         """Count from zero."""
         self.synchronisations.clear()
         self.places.clear()
+        self.operations.clear()
+
+    def found(self) -> dict[str, Any]:
+        """What was counted."""
+        return {"waits": self.total, "places": dict(self.places), "operations": self.operations.total()}
 
     def tensor(self, value: Tensor) -> Tensor:
         """A tensor of the CPU as one of the device."""
@@ -171,6 +183,9 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         name = func.__name__.removesuffix(".default")
         self._check(func, name, tensors, here)
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not is_view and not name.startswith(_ALLOCATES):
+            self._device.operations[name] += 1
         on_device = bool(here)
         if asked is not None:
             on_device = torch.device(asked).type == DEVICE.type

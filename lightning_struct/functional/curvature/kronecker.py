@@ -8,8 +8,12 @@ and G the sum, as in Grosse & Martens 2016). This is exact in expectation for on
 and f are independent.
 """
 
+import math
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +83,8 @@ def _second_moment(rows: Tensor, diagonal: bool) -> Tensor:
     return rows.square().sum(1) if diagonal else rows.mT @ rows
 
 
+# Factors of at most so many rows are factored in a batch with others of their size; larger ones take longer in one.
+_LARGEST_TOGETHER = 256
 # An explicit inverse is used if its relative error is below this.
 _LARGEST_ERROR = 0.1
 
@@ -155,33 +161,48 @@ def kronecker_root(inputs: Tensor, outputs: Tensor, damping: float) -> Kronecker
         tensor([[[1., 1., 1.],
                  [1., 1., 1.]]])
     """
-    of_inputs, of_outputs = map(_root, (inputs, outputs), _shifts(inputs, outputs, damping))
+    of_inputs, of_outputs = map(_root, (inputs, outputs), _shifts([(inputs, outputs)], damping))
     return KroneckerRoot(of_inputs, of_outputs)
 
 
-def unchecked_kronecker_root(inputs: Tensor, outputs: Tensor, damping: float) -> tuple[KroneckerRoot, Tensor]:
-    """The same without waiting for the device: the root, and whether it is good, a bool tensor ().
+def unchecked_roots(
+    factors: Sequence[Sequence[Tensor]], damping: float
+) -> list[tuple[KroneckerRoot | DiagonalRoot, bool, bool]]:
+    """The roots of many blocks by few operations, and one look at the device.
 
-    If it is not, :func:`kronecker_root` finds the root in float64, or raises.
+    Args:
+        factors: of each block A and G as for :func:`kronecker_root`, or D alone as for :func:`diagonal_root`.
+        damping: μ > 0.
+
+    Returns:
+        Of each block the root, whether it is good, and whether rounding cannot make the inverses of its damped factors
+        indefinite (a diagonal needs none). If it is not good, these two functions find it, in float64, or raise.
     """
-    shifts = _shifts(inputs, outputs, damping)
-    roots, good = zip(*map(_unchecked_root, (inputs, outputs), shifts), strict=True)
-    return KroneckerRoot(*roots), good[0] & good[1]
-
-
-def is_invertible(root: KroneckerRoot | DiagonalRoot) -> Tensor:
-    """Whether rounding cannot make the inverses of the damped factors indefinite, a bool tensor ().
-
-    A diagonal needs no inverses.
-    """
-    if isinstance(root, DiagonalRoot):
-        return torch.zeros((), dtype=torch.bool, device=root.root.device)
-    triangles = [factor for factor in (root.inputs, root.outputs) if factor.ndim == 3]
-    if not triangles:
-        return torch.ones((), dtype=torch.bool, device=root.inputs.device)
-    # bounds from above on λ_max by estimates of λ_min, (groups,) of each factor
-    conditions = [t.square().sum((1, 2)) / t.diagonal(dim1=1, dim2=2).amin(1).square() for t in triangles]
-    return torch.cat(conditions).max() * torch.finfo(root.inputs.dtype).eps < _LARGEST_ERROR
+    pairs = [(block[0], block[1]) for block in factors if len(block) == 2]
+    sides = iter(_damped_roots([side for pair in pairs for side in pair], _shifts(pairs, damping)))
+    roots: list[KroneckerRoot | DiagonalRoot] = []
+    looks: list[list[Tensor]] = []  # norms, failures and diagonals of its parts
+    for block in factors:
+        if len(block) == 2:
+            (of_inputs, *look), (of_outputs, *rest) = next(sides), next(sides)
+            roots.append(KroneckerRoot(of_inputs, of_outputs))
+            looks.append([*look, *rest])
+        else:
+            diagonal = (block[0] + damping * damping).sqrt_()
+            roots.append(DiagonalRoot(diagonal))
+            norm = torch.linalg.vector_norm(diagonal)[None]
+            looks.append([norm, norm - norm, norm])
+    numbers = iter(torch.cat([*chain(*looks)]).tolist())
+    judged = []
+    for root, look in zip(roots, looks, strict=True):
+        values = [[next(numbers) for _ in t] for t in look]
+        norms, failed, smallest = (list(chain(*values[i::3])) for i in range(3))
+        good = all(map(math.isfinite, norms)) and not any(failed)
+        eps = torch.finfo(look[0].dtype).eps
+        # by bounds from above on λ_max and estimates of λ_min
+        has_inverses = all(eps * n * n < _LARGEST_ERROR * d * d for n, d in zip(norms, smallest, strict=True))
+        judged.append((root, good, has_inverses and isinstance(root, KroneckerRoot)))
+    return judged
 
 
 def with_inverses(root: KroneckerRoot) -> KroneckerRoot:
@@ -204,34 +225,53 @@ def unchecked_diagonal_root(diagonal: Tensor, damping: float) -> tuple[DiagonalR
     return DiagonalRoot((diagonal + damping * damping).sqrt_()), diagonal.sum().isfinite()
 
 
-def _shifts(inputs: Tensor, outputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """π μ and μ/π, (groups,)."""
-    diagonals = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in (inputs, outputs))
-    of_inputs, of_outputs = (diagonal.mean(1) for diagonal in diagonals)  # the mean eigenvalues
-    defined = (of_inputs > 0) & (of_outputs > 0)
+def _shifts(pairs: Sequence[tuple[Tensor, Tensor]], damping: float) -> list[Tensor]:
+    """π μ and μ/π, (groups,), of each pair of factors in turn."""
+    if not pairs:
+        return []
+    of_inputs, of_outputs = (
+        torch.cat([(t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2)).mean(1) for t in side])  # the mean eigenvalues
+        for side in zip(*pairs, strict=True)
+    )
     # The quotient of the roots: that of the numbers may be out of range.
-    ratio = torch.where(defined, of_inputs.sqrt() / torch.where(defined, of_outputs, 1.0).sqrt(), 1.0)
-    return damping * ratio, damping / ratio
+    ratio = of_inputs.sqrt().div_(of_outputs.sqrt())
+    ratio.masked_fill_(~(torch.minimum(of_inputs, of_outputs) > 0), 1.0)
+    groups = [len(inputs) for inputs, _ in pairs]
+    return [*chain(*zip((damping * ratio).split(groups), (damping / ratio).split(groups), strict=True))]
 
 
 def _root(factor: Tensor, shift: Tensor) -> Tensor:
     for dtype in (factor.dtype, torch.float64):
-        root, good = _unchecked_root(factor.to(dtype), shift.to(dtype))
-        if good:
+        ((root, norms, failed, _),) = _damped_roots([factor.to(dtype)], [shift.to(dtype)])
+        if (norms.sum() + factor.sum()).isfinite() and not failed.any():
             return root.to(factor)
         _refuse_not_finite(factor)
     raise NotPositiveDefinite(f"the damped factor of {len(factor[0])} rows is not positive definite, in float64 either")
 
 
-def _unchecked_root(factor: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """The root, and whether it is good."""
-    finite = factor.sum().isfinite()
-    if factor.ndim == 2:
-        return (factor + shift[:, None]).sqrt_(), finite
-    damped = factor.clone()
-    damped.diagonal(dim1=1, dim2=2).add_(shift[:, None])
-    root, info = torch.linalg.cholesky_ex(damped)
-    return root, finite & (info == 0).all() & root.diagonal(dim1=1, dim2=2).isfinite().all()
+def _damped_roots(factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Lower Cholesky factors, or square roots of diagonals, small ones of one size in one batch.
+
+    Beside each there is (groups,) of norms, failures, which are not 0, and smallest entries of the diagonal.
+    """
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for number, factor in enumerate(factors):
+        alike[factor.shape[1:] if factor.shape[1] <= _LARGEST_TOGETHER else number].append(number)
+    roots: dict[int, tuple[Tensor, ...]] = {}
+    for numbers in alike.values():
+        damped, shift = torch.cat([factors[i] for i in numbers]), shifts[numbers[0]]
+        shift = shift if len(numbers) == 1 else torch.cat([shifts[i] for i in numbers])
+        if damped.ndim == 2:
+            root = damped.add_(shift[:, None]).sqrt_()
+            norm = torch.linalg.vector_norm(root, dim=1)
+            parts = root, norm, norm - norm, norm
+        else:
+            damped.diagonal(dim1=1, dim2=2).add_(shift[:, None])
+            root, failed = torch.linalg.cholesky_ex(damped)
+            parts = root, torch.linalg.vector_norm(root, dim=(1, 2)), failed, root.diagonal(dim1=1, dim2=2).amin(1)
+        groups = [len(factors[i]) for i in numbers]
+        roots |= zip(numbers, zip(*(part.split(groups) for part in parts), strict=True), strict=True)
+    return [roots[number] for number in range(len(factors))]
 
 
 def _inverse(root: Tensor) -> Tensor:

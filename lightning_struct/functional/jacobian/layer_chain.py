@@ -53,6 +53,7 @@ class LayerChain(Linearization):
 
     def __init__(self, steps: list[_Linear | _Elementwise | _Reshape], outputs: Tensor, params: Parameters) -> None:
         self._steps, self._point, self.outputs = steps, dict(params), outputs
+        self._ones: dict[tuple[int, torch.dtype], Tensor] = {}  # (1, rows), made once
 
     def _jvp(self, v: Parameters) -> Tensor:
         """Algorithm 4, in its names: J v is the last F. Weights are stored as (out, in), the paper's are Wᵀ."""
@@ -97,7 +98,10 @@ class LayerChain(Linearization):
             if layer.weight_name is not None:
                 write(layer.weight_name, F.t(), S.reshape(-1, S.shape[-1]))  # D_l = S̃_{l-1}ᵀ F_l
             if layer.bias_name is not None:
-                write(layer.bias_name, F.new_ones(1, len(F)), F)
+                key = len(F), F.dtype
+                if key not in self._ones:
+                    self._ones[key] = F.new_ones(1, len(F))
+                write(layer.bias_name, self._ones[key], F)
         for name in gradients.keys() - written:
             gradients[name].zero_()
         return gradients

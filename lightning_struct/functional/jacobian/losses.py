@@ -5,8 +5,8 @@ the outputs, the Gauss-Newton matrix is then (SᵀJ)ᵀ(SᵀJ) and the gradient 
 squared error S = I and r is the residual.
 """
 
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Hashable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from lightning_struct.functional.layers.per_sample.contributions import at_least
 from lightning_struct.functional.randomness import random_signs
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.vectors import inner
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -47,7 +49,7 @@ class SquaredError:
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         residual = self.residual(outputs, targets)  # f_i = ½ r_iᵀr_i (section 3)
-        return 0.5 * inner(residual, residual) / outputs.shape[0]
+        return inner(residual, residual) / (2 * outputs.shape[0])
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         _refuse(outputs, targets)
@@ -106,43 +108,50 @@ class CrossEntropy:
         small, large = -torch.log1p(-others.clamp_max(0.5)), F.cross_entropy(logits, labels, reduction="none")
         counted = self._counted(targets).reshape(len(targets), -1)
         losses = torch.where(others < 0.5, small, large).reshape(counted.shape)
-        of_samples = (losses * counted).sum(1, dtype=torch.float64) / counted.sum(1).clamp_min(1)
+        number = _once(targets, ("number", self.ignore_index), lambda t: counted.sum(1).clamp_min(1))
+        of_samples = (losses * counted).sum(1, dtype=torch.float64) / number
         return of_samples.mean()
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs, targets)
-        p = outputs.softmax(-1)
+        p, root = _once(outputs, "p", self._probabilities)
         y = targets if targets.is_floating_point() else F.one_hot(self._labels(targets), outputs.shape[-1])
-        return (p - y.to(p.dtype)) / self._root(p) * self._root_of_share(outputs, targets)
+        return (p - y.to(p.dtype)) / root * self._root_of_share(outputs, targets)
 
     def sqrt_hessian(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
-        p = outputs.softmax(-1)
-        scaled = self._root(p) * vector
+        p, root = _once(outputs, "p", self._probabilities)
+        scaled = root * vector
         return (scaled - p * scaled.sum(-1, keepdim=True)) * self._root_of_share(outputs, targets)
 
     def sqrt_hessian_transpose(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
-        p = outputs.softmax(-1)
-        return self._root(p) * (vector - (p * vector).sum(-1, keepdim=True)) * self._root_of_share(outputs, targets)
+        p, root = _once(outputs, "p", self._probabilities)
+        return root * (vector - (p * vector).sum(-1, keepdim=True)) * self._root_of_share(outputs, targets)
 
     @staticmethod
-    def _root(p: Tensor) -> Tensor:
-        return p.clamp_min(torch.finfo(p.dtype).eps).sqrt()
+    def _probabilities(outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """p, and √p bounded from below."""
+        p = outputs.softmax(-1)
+        return p, p.clamp_min(torch.finfo(p.dtype).eps).sqrt()
 
     def _counted(self, targets: Tensor) -> Tensor:
         """Whether a position counts, shaped like the class indices."""
-        return targets.long() != self.ignore_index  # to torch -100 equals 156 in uint8
+        # to torch -100 equals 156 in uint8
+        return _once(targets, ("counted", self.ignore_index), lambda t: t.long() != self.ignore_index)
 
     def _labels(self, targets: Tensor) -> Tensor:
         """The class indices, with an existing one at positions that do not count."""
-        return targets.long().where(self._counted(targets), 0)
+        return _once(targets, ("labels", self.ignore_index), lambda t: t.long().where(self._counted(t), 0))
 
     def _root_of_share(self, outputs: Tensor, targets: Tensor) -> Tensor | float:
         """√ of a position's weight in the mean of its sample, which each of two factors has: 1/√T, or 0."""
         if targets.is_floating_point():
             return (outputs[0].numel() / outputs.shape[-1]) ** -0.5
-        counted = self._counted(targets).reshape(len(targets), -1).to(outputs.dtype)
-        share = counted / counted.sum(1, keepdim=True).clamp_min(1).sqrt()
-        return share.reshape(*targets.shape, 1)
+
+        def share_of(targets: Tensor) -> Tensor:
+            counted = self._counted(targets).reshape(len(targets), -1).to(outputs.dtype)
+            return (counted / counted.sum(1, keepdim=True).clamp_min(1).sqrt()).reshape(*targets.shape, 1)
+
+        return _once(targets, ("share", self.ignore_index, outputs.dtype), share_of)
 
     def _check(self, outputs: Tensor, targets: Tensor) -> None:
         _refuse(outputs, targets)
@@ -161,7 +170,7 @@ class CrossEntropy:
             )
         if targets.is_floating_point() or not targets.numel():
             return
-        lowest, highest = _range(targets, self._labels(targets), self.ignore_index)
+        lowest, highest = _once(targets, ("range", self.ignore_index), lambda t: _range(self._labels(t)))
         if not 0 <= lowest <= highest < outputs.shape[-1]:
             raise ValueError(
                 f"class indices must be in [0, {outputs.shape[-1]}), got {lowest} to {highest}; positions of the index "
@@ -213,25 +222,35 @@ class BinaryCrossEntropy:
             raise ValueError(f"binary cross-entropy needs targets like the logits; {shapes}")
         if not targets.numel():
             return
-        lowest, highest = _range(targets, targets.to(outputs.dtype), outputs.dtype)
+        lowest, highest = _once(targets, ("range", outputs.dtype), lambda t: _range(t.to(outputs.dtype)))
         if not 0 <= lowest <= highest <= 1:
             raise ValueError(f"targets of binary cross-entropy must be in [0, 1], got {lowest:g} to {highest:g}")
 
 
-# Targets on other devices than the CPU -> how they were looked at, and the lowest and highest of them. A step evaluates
-# the loss of the same targets several times, and the host waits for such a device.
-_ranges: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Tensors on other devices than the CPU -> their version, and what was made of them, by a name.
+_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _range(targets: Tensor, values: Tensor, seen_as: int | torch.dtype) -> tuple[float, float]:
-    """The lowest and highest of the values that a loss takes targets for."""
-    if targets.is_cpu or targets.is_inference():
-        lowest, highest = torch.stack(values.aminmax()).tolist()
-        return lowest, highest
-    look = (targets._version, seen_as)
-    if targets not in _ranges or _ranges[targets][0] != look:
-        _ranges[targets] = look, torch.stack(values.aminmax()).tolist()
-    return _ranges[targets][1]
+def _once(tensor: Tensor, name: Hashable, make: Callable[[Tensor], T]) -> T:
+    """Apply ``make`` to outputs or targets, on other devices than the CPU once as long as they do not change.
+
+    A step evaluates the loss of the same targets, and multiplies by its Hessian at the same outputs, several times: the
+    host would start the same operations again, or wait for them.
+    """
+    if tensor.is_cpu or tensor.is_inference() or tensor.requires_grad:
+        return make(tensor)
+    version, made = _made.get(tensor, (-1, {}))
+    if version != tensor._version:
+        version, made = _made[tensor] = tensor._version, {}
+    if name not in made:
+        made[name] = make(tensor)
+    return made[name]
+
+
+def _range(values: Tensor) -> tuple[float, float]:
+    """The lowest and the highest."""
+    lowest, highest = torch.stack(values.aminmax()).tolist()
+    return lowest, highest
 
 
 def _refuse(outputs: Tensor, targets: Tensor) -> None:

@@ -283,6 +283,8 @@ class _Problem:
                 squares = self._all_reduce(squares)
             return squares + squared_norm(u[self._count :]) if self.rows_in_operator else squares
 
+        if self._all_reduce is None and not u[0].is_cpu:
+            return norm(u)
         if u[0].is_cpu:
             squares = squares_of(u)
             if float32_holds(squares.item()):
@@ -337,7 +339,7 @@ class Bidiagonalisation:
 
 
 def _normalise(vector: list[Tensor], norm: Tensor) -> None:
-    scale = torch.where(norm > 0.0, 1.0 / norm, 1.0)
+    scale = norm.clamp_min(torch.finfo(norm.dtype).tiny).reciprocal_()
     for t in vector:
         t.mul_(scale)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -14,14 +15,18 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_struct.collective import all_gather_rows, gather_numbers, rank, world_size
 from lightning_struct.functional.checks import NotFinite, check_dense
 from lightning_struct.functional.layers.calls import rows_of_arguments, tensors_in
+from lightning_struct.functional.torch_tools import add_to_each, norms_of_each
 
 Batches: TypeAlias = Sequence[tuple[Any, Tensor]]
 
 
 def any_not_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Whether any of the tensors holds NaN or infinity, a bool tensor ()."""
-    flags = [~t.isfinite().all() for t in tensors if t.is_floating_point()]
-    return torch.stack(flags).any().to(device) if flags else torch.zeros((), dtype=torch.bool, device=device)
+    tensors = [t for t in tensors if t.is_floating_point() and t.numel()]
+    if not tensors:
+        return torch.zeros((), dtype=torch.bool, device=device)
+    largest = torch.stack(norms_of_each(tensors, order=math.inf)).max()
+    return (largest - largest != 0).to(device)  # NaN - NaN and ∞ - ∞ are NaN
 
 
 def checks_before_forward(device: torch.device) -> bool:
@@ -89,8 +94,7 @@ class FlatWeights:
 
     def add_(self, d: Tensor) -> None:
         """Add a flat vector to the weights themselves; ``vector`` stays as it is."""
-        for name, part in self.unflat(d).items():
-            self.by_name[name].add_(part)
+        add_to_each(list(self.by_name.values()), list(self.unflat(d).values()))
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,6 @@ class BatchModel:
         block_losses: none.
         rows: samples that have rows in A.
         linearization, outputs, targets: those of this process's samples that have rows in A.
-        right_hand_side: b = -r of these.
 
     Raises:
         TypeError: a loss whose value is no tensor without dimensions.
@@ -111,7 +110,6 @@ class BatchModel:
         share = settings.solver.curvature_share if isinstance(settings.solver, CG) else 1.0
         if share < 1.0:
             self._linearize(batch.first(math.ceil(share * batch.total)))
-        self.right_hand_side = -self._residual
 
     block_losses: Mapping[str, float] = {}
 
@@ -119,6 +117,11 @@ class BatchModel:
         """Let a forward write into the buffers of the module, as it is now."""
         with restored_random_state(self.random_state):
             buffers.run(self._args)
+
+    @property
+    def right_hand_side(self) -> Tensor:
+        """b = -r of this process's samples that have rows in A."""
+        return -self._residual
 
     @property
     def curvature_n(self) -> int:
@@ -163,41 +166,45 @@ class BatchModel:
                 f"{type(self.loss).__name__}.value returned {found}: it must be a tensor without dimensions, the mean "
                 "over samples"
             )
-        sums = torch.zeros(4, dtype=torch.float64, device=self._device)
-        sums[0] = value_here.to(torch.float64) * len(self.targets)
-        sums[3] = 0.5 * inner(self._residual, self._residual)
+        norms = uncovered_here = torch.zeros((), dtype=torch.float64, device=self._device)
         by_layers: SampleNorms | None = None
         self.uncovered: str | None = None
         if per_sample and self.linearization.backend != "layer_rules" and self._layers:
             try:
                 by_layers = sample_norms_by_layers(self, cotangent)
-                sums[1], sums[2] = by_layers.sum, ~by_layers.complete.all()
+                norms, uncovered_here = by_layers.sum, ~by_layers.complete.all()
             except Uncovered as reason:
-                self.uncovered, sums[2] = str(reason), 1.0
+                self.uncovered, uncovered_here = str(reason), torch.ones_like(norms)
         elif per_sample and (self._layers or self._single_samples):
-            sums[1] = self._sum_of_squared_norms(cotangent)
-        own, sums = sums[1].clone(), all_reduce(sums)
+            norms = self._sum_of_squared_norms(cotangent)
+        total_here = value_here.to(torch.float64) * len(self.targets)
+        squares_here = inner(self._residual, self._residual)
+        sums = all_reduce(torch.stack([total_here, norms, uncovered_here, squares_here]))
         mean = self.backward(self._residual).div_(self.samples)
-        squares_of_mean = inner(mean, mean)
+        weights, parts = self.weights.vector, {"mean": inner(mean, mean), "bad": not_finite}
         by_halves = per_sample and self.samples > 1 and not self._layers and not self._single_samples
-        half = self._squares_of_halves(mean) if by_halves else torch.zeros_like(squares_of_mean)
-        weights = self.weights.vector
-        self.gradient = mean.add(weights, alpha=self.settings.l2)
-        parts = [squares_of_mean, half, inner(self.gradient, self.gradient), not_finite.double()]
-        parts.append(inner(weights, weights) if self.settings.l2 else torch.zeros_like(half))
-        before = sums[:0] if change is None else self.objective.parts_at(-change.to(weights))
-        total, squared_norms, uncovered, squares, *numbers = torch.cat([sums, torch.stack(parts), before]).tolist()
-        mean_squared, half_squared, self.gradient_squared, bad, weights_squared, *of_before = numbers
-        if bad:
+        if by_halves:
+            parts["half"] = self._squares_of_halves(mean)
+        self.gradient = mean
+        if self.settings.l2:
+            self.gradient = mean.add(weights, alpha=self.settings.l2)
+            parts |= {"gradient": inner(self.gradient, self.gradient), "weights": inner(weights, weights)}
+        before = [] if change is None else self.objective.parts_at(change.to(weights), -1.0)
+        numbers = torch.cat([sums, torch.stack([*parts.values(), *before])]).tolist()
+        (total, squared_norms, uncovered, squares), of_before = numbers[:4], numbers[4 + len(parts) :]
+        of_parts = dict(zip(parts, numbers[4:], strict=False))
+        if of_parts["bad"]:
             raise refusal_of_batch()
-        self.value = self.objective.value_of(total, weights_squared)
+        mean_squared = of_parts["mean"]
+        self.gradient_squared = of_parts.get("gradient", mean_squared)
+        self.value = self.objective.value_of(total, of_parts.get("weights", 0.0))
         self.value_before = self.objective.value_of(*of_before) if of_before else None
         if not math.isfinite(self.value):
             raise NotFinite(
                 f"the loss at the current weights is {self.value}; they are unchanged. Lower the scale of the "
                 "initialisation or of the data, or raise the damping"
             )
-        self.largest_fall = min(squares / self.samples, self.value if self.value > 0.0 else math.inf)
+        self.largest_fall = min(0.5 * squares / self.samples, self.value if self.value > 0.0 else math.inf)
         if not math.isfinite(mean_squared):
             raise NotFinite(
                 f"the gradient at the current weights has the squared norm {mean_squared} in {self._dtype}; they are "
@@ -207,13 +214,13 @@ class BatchModel:
             if by_layers is not None and not all(answers := by_layers.complete.tolist()):
                 self.uncovered = by_layers.reason(answers)
             if self.uncovered is not None:
-                own = self._sum_of_squared_norms(cotangent)
-            squared_norms = all_reduce(own).item()
+                norms = self._sum_of_squared_norms(cotangent)
+            squared_norms = all_reduce(norms.clone()).item()
             self.uncovered = self.uncovered or "they do not show it on another process"
         self.variance = None
         if per_sample and self.samples > 1:
             if by_halves or math.isnan(squared_norms):
-                half_squared = half_squared if by_halves else self._squares_of_halves(mean).item()
+                half_squared = of_parts["half"] if by_halves else self._squares_of_halves(mean).item()
                 self.variance = half_squared / (1 / (self.samples // 2) + 1 / (self.samples - self.samples // 2))
             else:
                 self.variance = variance_from_sums(squared_norms, self.samples, mean_squared)
@@ -261,10 +268,12 @@ class BatchModel:
         if curvature is None:
             rows = self.forward(d)
             parts += [all_reduce(inner(rows, rows)), inner(d, d)]
-        total, weights_squared, slope, *squares = torch.stack(parts).tolist()
+        numbers = torch.stack(parts).tolist()
         if curvature is None:
-            curvature = 0.5 * (squares[0] / self.curvature_n) + 0.5 * self.settings.l2 * squares[1]
-        return Line(self.objective.value_of(total, weights_squared), slope, curvature)
+            *numbers, of_rows, of_d = numbers
+            curvature = 0.5 * (of_rows / self.curvature_n) + 0.5 * self.settings.l2 * of_d
+        *of_value, slope = numbers
+        return Line(self.objective.value_of(*of_value), slope, curvature)
 
     def joined_damping(self, damping: float, start: Tensor | None) -> tuple[float, Tensor]:
         """μ and m with λ²‖d - d0‖² + l2 ‖w + d‖² = μ²‖d - m‖² + constant."""

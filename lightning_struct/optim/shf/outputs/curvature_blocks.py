@@ -1,7 +1,7 @@
 """The blocks of parameters whose curvature SHF approximates together, and which parameters are in which block."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeAlias
@@ -15,8 +15,6 @@ from lightning_struct.functional.curvature.kronecker import (
     diagonal_root,
     kronecker_root,
     second_moments,
-    unchecked_diagonal_root,
-    unchecked_kronecker_root,
 )
 from lightning_struct.functional.layers.per_sample.contributions import Contribution
 from lightning_struct.functional.layers.per_sample.layer_contributions import has_rule
@@ -82,8 +80,9 @@ class KroneckerBlock:
             )
             for use in uses
         ]
-        nothing = [like.new_zeros(shape) for shape in (*self.sizes.values(), (self.groups,))]
-        return [sum(sums[1:], sums[0]).to(like) for sums in zip(*(moments or [nothing]), strict=True)]
+        if not moments:
+            moments = [[like.new_zeros(shape) for shape in (*self.sizes.values(), (self.groups,))]]
+        return [sum(sums[1:], sums[0]).to(like) for sums in zip(*moments, strict=True)]
 
     def factors(self, sums: Sequence[Tensor], samples: int) -> dict[str, Tensor]:
         """The factors, from the sums over all samples."""
@@ -99,21 +98,15 @@ class KroneckerBlock:
         """C of the block."""
         return kronecker_root(factors["inputs"], factors["outputs"], damping)
 
-    def unchecked_root(self, factors: Mapping[str, Tensor], damping: float) -> tuple[KroneckerRoot, Tensor]:
-        """The same without waiting for the device, and whether it is good."""
-        return unchecked_kronecker_root(factors["inputs"], factors["outputs"], damping)
-
     def read(self, vector: Tensor) -> Tensor:
         """The block's part of a flat vector, as its C takes it."""
         parts = self._parts(vector)
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
-    def write(self, vector: Tensor, part: Tensor) -> None:
-        """The inverse of :meth:`read`."""
-        end = 0
-        for target in self._parts(vector):
-            begin, end = end, end + target.shape[2]
-            target.copy_(part[:, :, begin:end])
+    def targets(self, vector: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces of a flat vector, and of what :meth:`read` gave of it, that belong there."""
+        targets = self._parts(vector)
+        return zip(targets, part.split([target.shape[2] for target in targets], 2), strict=True)
 
     def _parts(self, vector: Tensor) -> list[Tensor]:
         """(groups, rows, columns) of the weight and (groups, rows, 1) of the bias, views of a flat vector."""
@@ -166,14 +159,11 @@ class DiagonalBlock:
     def root(self, factors: Mapping[str, Tensor], damping: float) -> DiagonalRoot:
         return diagonal_root(factors["diagonal"], damping)
 
-    def unchecked_root(self, factors: Mapping[str, Tensor], damping: float) -> tuple[DiagonalRoot, Tensor]:
-        return unchecked_diagonal_root(factors["diagonal"], damping)
-
     def read(self, vector: Tensor) -> Tensor:
         return vector[self.place].view(self.shape)
 
-    def write(self, vector: Tensor, part: Tensor) -> None:
-        vector[self.place].view(self.shape).copy_(part)
+    def targets(self, vector: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        yield self.read(vector), part
 
 
 # Parameters whose part of the Gauss-Newton matrix is approximated together.

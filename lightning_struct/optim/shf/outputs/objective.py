@@ -42,21 +42,23 @@ class Objective:
 
     def value_at(self, d: Tensor, step: float = 1.0) -> float:
         """f(w + s d), with the dropout masks of the linearisation."""
-        return self.value_of(*self.parts_at(d, step).tolist())
+        return self.value_of(*torch.stack(self.parts_at(d, step)).tolist())
 
-    def parts_at(self, d: Tensor, step: float = 1.0) -> Tensor:
-        """The sum of the losses of all samples at w + s d, and ‖w + s d‖² (0 without l2), (2,), for :meth:`value_of`.
+    def parts_at(self, d: Tensor, step: float = 1.0) -> list[Tensor]:
+        """The sum of the losses of all samples at w + s d, and with l2 ‖w + s d‖², for :meth:`value_of`.
 
         The host does not wait for the device, so that one look at it can be for several values.
         """
         weights = self._weights.vector.add(d, alpha=step)
-        total = self._like.new_zeros((), dtype=torch.float64)
         with restored_random_state(self._random_state):
-            for args, targets, _ in self._batch.chunks(self._chunk_size):
-                total += self._loss.value(self._outputs(weights, args), targets) * len(targets)
-        return torch.stack([all_reduce(total), inner(weights, weights) if self._l2 else torch.zeros_like(total)])
+            losses = [
+                (self._loss.value(self._outputs(weights, args), targets) * len(targets)).double()
+                for args, targets, _ in self._batch.chunks(self._chunk_size)
+            ]
+        total = all_reduce(sum(losses[1:], losses[0]))
+        return [total, inner(weights, weights)] if self._l2 else [total]
 
-    def value_of(self, total: float, squares: float) -> float:
+    def value_of(self, total: float, squares: float = 0.0) -> float:
         """f from the sum of the losses of all samples and ‖w‖²."""
         return total / self._batch.total + 0.5 * self._l2 * squares
 

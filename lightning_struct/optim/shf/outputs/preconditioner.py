@@ -16,7 +16,7 @@ from lightning_struct.functional.curvature.kronecker import (
     DiagonalRoot,
     KroneckerRoot,
     NotPositiveDefinite,
-    is_invertible,
+    unchecked_roots,
     with_inverses,
 )
 from lightning_struct.functional.curvature.preconditioner import (
@@ -30,6 +30,7 @@ from lightning_struct.functional.layers.probes import Probe, probe_layers
 from lightning_struct.functional.layers.registry import coupling_layer
 from lightning_struct.functional.randomness import restored_random_state
 from lightning_struct.functional.solvers.least_squares import RightPreconditioner
+from lightning_struct.functional.torch_tools import average_each, copy_each
 from lightning_struct.optim.memory import bytes_as_text, check_memory, table
 from lightning_struct.optim.shf.outputs.batch_model import BatchModel
 from lightning_struct.optim.shf.outputs.curvature_blocks import CurvatureBlock, DiagonalBlock, curvature_blocks
@@ -167,8 +168,9 @@ class BlockPreconditioner:
 
     def _apply(self, vector: Tensor, operation: Callable[[KroneckerRoot | DiagonalRoot, Tensor], Tensor]) -> Tensor:
         result = torch.empty_like(vector)
-        for block, root in zip(self._blocks, self._roots, strict=True):
-            block.write(result, operation(root, block.read(vector)))
+        parts = [operation(root, block.read(vector)) for block, root in zip(self._blocks, self._roots, strict=True)]
+        pairs = [p for block, part in zip(self._blocks, parts, strict=True) for p in block.targets(result, part)]
+        copy_each([target for target, _ in pairs], [source for _, source in pairs])
         return result
 
 
@@ -318,12 +320,9 @@ class KroneckerFactors:
             FloatingPointError: a factor holds NaN or infinity, or has no Cholesky factor, in float64 either. Its block
                 is named.
         """
-        tried = [block.unchecked_root(factors[block.name], damping) for block in self._blocks]
-        flags = [torch.stack([is_good, is_invertible(root)]) for root, is_good in tried]
+        tried = unchecked_roots([[factors[b.name][k] for k in b.sizes] for b in self._blocks], damping)
         roots = []
-        for block, (root, _), (is_good, invertible) in zip(  # one look at the device for all
-            self._blocks, tried, torch.stack(flags).tolist(), strict=True
-        ):
+        for block, (root, is_good, has_inverses) in zip(self._blocks, tried, strict=True):
             if not is_good:
                 try:
                     root = block.root(factors[block.name], damping)
@@ -332,8 +331,7 @@ class KroneckerFactors:
                         f"preconditioner='kronecker', block {', '.join(block.parameters)}: {error}. The weights are "
                         "unchanged; raise the damping, or look at the data of this batch"
                     ) from error
-                invertible = bool(is_invertible(root))
-            if self._inverted and invertible and isinstance(root, KroneckerRoot):
+            elif self._inverted and has_inverses and isinstance(root, KroneckerRoot):
                 root = with_inverses(root)
             roots.append((block, root))
         return BlockPreconditioner(roots)
@@ -386,4 +384,6 @@ class KroneckerFactors:
 
 def averaged(old: Factors, new: Factors, decay: float) -> Factors:
     """decay · old + (1 - decay) · new, written over ``new``."""
-    return {name: {k: t.lerp_(old[name][k], decay) for k, t in block.items()} for name, block in new.items()}
+    of_old = [old[name][k] for name, block in new.items() for k in block]
+    average_each([t for block in new.values() for t in block.values()], of_old, decay)
+    return new

@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_struct.collective import all_reduce
+from lightning_struct.collective import all_reduce, world_size
 from lightning_struct.functional.solvers.conjugate_gradient import conjugate_gradient
 from lightning_struct.functional.solvers.least_squares import lsmr
 from lightning_struct.functional.solvers.line_search import armijo
@@ -141,7 +142,7 @@ def solve(
         atol=solver.atol,
         btol=0.0,
         callback=stopping,
-        all_reduce=all_reduce,
+        all_reduce=all_reduce if world_size() > 1 else None,
         gradient=model.gradient_of_rows() if start is None else None,
     )
     merits = () if stopping is None else tuple(stopping.values)
@@ -186,13 +187,15 @@ def _solve_by_cg(
     )
     x, d = result.x, _scaled(result.x, scale)
     earlier = [iterate for iteration, iterate in iterates if iteration < result.iterations]
-    parts = [inner(x, x), inner(model.gradient, x), inner(model.gradient, d)]
-    parts.append(torch.zeros_like(parts[0]) if anchor is None else inner(anchor, x))
+    others = [model.gradient, *([] if anchor is None else [anchor])]
     directions = [x, *earlier[-1:], *([] if d is x else [d])]
+    evaluated = [model.objective.parts_at(direction) for direction in directions]
     # One look at the device for all that the common case asks for.
-    numbers = torch.cat([torch.stack(parts), *map(model.objective.parts_at, directions)]).tolist()
-    squares, slope_of_x, slope, along_anchor, *totals = numbers
-    values = [model.objective.value_of(*totals[i : i + 2]) for i in range(0, len(totals), 2)]
+    numbers = iter(torch.stack([inner(x, x), *(inner(t, x) for t in others), *chain(*evaluated)]).tolist())
+    squares, slope_of_x = next(numbers), next(numbers)
+    along_anchor = 0.0 if anchor is None else next(numbers)
+    slope = scale * slope_of_x
+    values = [model.objective.value_of(*(next(numbers) for _ in parts)) for parts in evaluated]
     best, value = x, values[0]
     for k, iterate in enumerate(reversed(earlier)):
         trial = values[1] if k == 0 else model.objective.value_at(iterate)
@@ -238,7 +241,7 @@ def update_along(model: BatchModel, solution: Solution, *, damping: float, itera
         damping=damping,
         stop_reason=solution.stop_reason,
         iterations=iterations,
-        change=d * s,
+        change=_scaled(d, s),
         direction=solution.last,
         step_length=s,
         reduction_ratio=ratio,

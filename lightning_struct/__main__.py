@@ -6,22 +6,16 @@ import textwrap
 from collections.abc import Sequence
 from functools import partial
 from io import TextIOWrapper
+from itertools import takewhile
 
 from lightning_struct import __version__
 from lightning_struct.recipes.catalogue import RECIPES, config_directory, config_names, did_you_mean
 
 PROGRAM = "lightning-struct"
 DESCRIPTION = """\
-Lists the recipes: tasks that run from the command line, most of them from the papers.
+Lists the recipes, tasks that run from the command line, and the commands for them.
 With the name of a recipe: lists its configs. With a subcommand too: runs it, as
 python -m lightning_struct.recipes.RECIPE does."""
-EXAMPLES = """\
-examples:
-  lightning-struct                                 list the recipes
-  lightning-struct mnist_fnn                       list the configs of one
-  lightning-struct mnist_fnn fit --config hrls     train by one of them
-  lightning-struct mnist_fnn fit --help            options of a recipe
-"""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -30,7 +24,6 @@ def main(args: Sequence[str] | None = None) -> None:
         prog=PROGRAM,
         usage=f"{PROGRAM} [-h] [--version] [RECIPE [SUBCOMMAND [OPTION ...]]]",
         description=DESCRIPTION,
-        epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lightning_struct {__version__}")
@@ -95,12 +88,8 @@ def config_list(name: str) -> str:
 
 def _comment(name: str, config: str) -> str:
     """The first lines of a config, which describe it."""
-    words = []
-    for line in (config_directory(name) / f"{config}.yaml").read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        words.append(line.removeprefix("#").strip())
-    return " ".join(words)
+    lines = (config_directory(name) / f"{config}.yaml").read_text(encoding="utf-8").splitlines()
+    return " ".join(line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines))
 
 
 def _indented(text: str, spaces: int) -> str:

@@ -148,10 +148,6 @@ class EpochLines(ProgressBar):
         """Print nothing from now on, as Lightning asks of all processes but the first."""
         self._enabled = False
 
-    def enable(self) -> None:
-        """Print lines again."""
-        self._enabled = True
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._began = self._due = time.monotonic()
 

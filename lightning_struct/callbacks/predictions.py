@@ -51,7 +51,7 @@ class PredictionWriter(BasePredictionWriter):
         return lightning_classes("callbacks.prediction_writer.WriteInterval")[0]("epoch")
 
     def on_predict_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *numbers: int) -> None:
-        if len(numbers) > 1:  # that of the loader comes after that of the batch
+        if len(numbers) > 1:  # (batch, loader)
             raise MisconfigurationException("PredictionWriter writes the predictions of one loader: leave out others")
         _check_rows([outputs])  # all others would be predicted in vain
 

@@ -166,7 +166,7 @@ class ValidationMeritStopping(Callback):
             self._best_weights = validated
             return
         self.wait += 1
-        if self.wait >= self.patience and not trainer.should_stop:  # it is already if min_epochs lets it go on
+        if self.wait >= self.patience and not trainer.should_stop:  # min_epochs may let a stopped fit go on
             trainer.should_stop = True
             rank_zero_info(
                 f"{self.monitor} has not improved on {self.best_value:.6g} (step {self.best_step}) in {self.wait} "

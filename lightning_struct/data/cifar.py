@@ -55,7 +55,7 @@ class CIFAR10DataModule(DownloadedDataModule):
         **options: ``download``, ``synthetic`` and further options of the loaders, see :class:`InMemoryDataModule`.
 
     Raises:
-        MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for, and
+        MisconfigurationException: if the files are missing or are damaged, or have fewer images than asked for, and
             if one of the sets would be empty.
 
     Example:

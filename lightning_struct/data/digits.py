@@ -78,7 +78,7 @@ class MNISTDataModule(DigitsDataModule):
         **options: ``download``, ``synthetic`` and further options of the loaders, see :class:`InMemoryDataModule`.
 
     Raises:
-        MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for, and
+        MisconfigurationException: if the files are missing or are damaged, or have fewer images than asked for, and
             if one of the sets would be empty.
 
     Example:
@@ -118,7 +118,7 @@ class USPSDataModule(DigitsDataModule):
         **options: ``download``, ``synthetic`` and further options of the loaders, see :class:`InMemoryDataModule`.
 
     Raises:
-        MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for, and
+        MisconfigurationException: if the files are missing or are damaged, or have fewer images than asked for, and
             if one of the sets would be empty.
 
     Example:

@@ -1,4 +1,4 @@
-"""Reading data sets from files: checks of the content, and one clear error when a data set cannot be had."""
+"""Reading data sets from files: checks of the content, and one clear error if a data set is missing."""
 
 import os
 import re

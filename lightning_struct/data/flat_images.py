@@ -83,7 +83,7 @@ class FlatImagesDataModule(in_memory.InMemoryDataModule):
         """Training and test part, read or made.
 
         Raises:
-            MisconfigurationException: if the files cannot be had or are damaged.
+            MisconfigurationException: if the files are missing or are damaged.
         """
         if self.generate or self.synthetic:
             rank_zero_info(f"{self.title}: made by our own generator; these are not the official images.")

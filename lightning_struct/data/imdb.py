@@ -67,7 +67,7 @@ class IMDBDataModule(DownloadedDataModule):
         vocabulary: the words by their numbers, after ``setup``.
 
     Raises:
-        MisconfigurationException: if the files cannot be had or are damaged, or have fewer reviews than asked for; if
+        MisconfigurationException: if the files are missing or are damaged, or have fewer reviews than asked for; if
             torchtext is missing; if a set or the samples would be empty, or the vocabulary has less than 10 numbers;
             for a checkpoint of another vocabulary.
 

@@ -62,7 +62,7 @@ class MNISTVariantDataModule(FlatImagesDataModule):
             :class:`FlatImagesDataModule` and :class:`InMemoryDataModule`.
 
     Raises:
-        MisconfigurationException: for an unknown variant or a number out of its range; if the files cannot be had or
+        MisconfigurationException: for an unknown variant or a number out of its range; if the files are missing or
             are damaged, or have fewer images than asked for.
 
     Example:

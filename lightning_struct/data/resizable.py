@@ -197,7 +197,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
             return islice(iter(source), bound)
         self.started_from, self._resumed_from = self._resumed_from, None
         if type(source).__module__ == Sampler.__module__:
-            next(iter(source), None)  # a shuffle draws from the global generator: passes after this find it as ever
+            next(iter(source), None)  # a shuffle draws from the global generator: later passes find it unchanged
         with isolated_random_states():
             set_random_states(self.started_from, self.generators())
             units = iter(source)

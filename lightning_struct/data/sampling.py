@@ -61,7 +61,7 @@ class IndependentDraws(DistributedSampler):
         check("dataset", dataset, hasattr(dataset, "__len__"), "a data set with a length")
         check("rank", rank, rank is None or is_count(rank, 0), "a whole number >= 0, or None")
         check_counts(0, seed=seed)
-        # not that of the base, which sets the processes for good
+        # the base would set the processes once and for all
         self.dataset, self.seed, self.epoch = dataset, seed, 0
         self._num_replicas, self._rank = num_replicas, rank
         self.draws_per_epoch = draws_per_epoch

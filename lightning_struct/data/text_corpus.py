@@ -135,7 +135,7 @@ class TextCorpusDataModule(EvaluatedDataModule):
         seed: seed of synthetic texts, not negative.
 
     Raises:
-        MisconfigurationException: if the files cannot be had; for a size that is not positive or larger than the text;
+        MisconfigurationException: if the files are missing; for a size that is not positive or larger than the text;
             for a checkpoint of another vocabulary.
 
     Example:

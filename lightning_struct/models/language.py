@@ -151,7 +151,7 @@ class LanguageModel(Task):
         return optimizer_and_scheduler(self._parameter_groups(), balanced, self.make_lr_scheduler)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:  # they are a part of checkpoints
+        for group in optimizer.param_groups:  # checkpoints hold the groups
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad /= group["jacobian_norm"]

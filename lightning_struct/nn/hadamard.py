@@ -241,7 +241,7 @@ class RandomizedHadamard(_HadamardLinear):
         for name in ("output_signs", "input_signs", "order"):
             setattr(self, name, torch.empty_like(getattr(self, name), device=self.G.device))
         for term in range(self.terms):
-            numbers = random.Random(term)  # whose random() is the same in all versions of Python
+            numbers = random.Random(term)  # random() is the same in all versions of Python
             for signs in (self.output_signs[term], self.input_signs[term]):
                 signs.copy_(torch.tensor([1 if numbers.random() < 0.5 else -1 for _ in range(len(signs))]))
             shuffled = torch.tensor([numbers.random() for _ in range(self.length)], dtype=torch.float64).argsort()

@@ -24,7 +24,7 @@ class RecursiveLinear(nn.Linear):
 
         argmin_{W, b}  Σₛ λᵗ⁻ˢ wₛ ‖W xₛ + b - yₛ‖² + δ (‖W‖² + ‖b‖²)
 
-    for λ = 1. With λ < 1 old rows fade, and a direction in which no row points any more keeps its weights: before each
+    for λ = 1. With λ < 1 old rows fade, and a direction in which rows no longer vary keeps its weights: before each
     further 1/(1 - λ) rows the regularization, which fades as the rows do, is renewed to δ around the weights of that
     time. :class:`~lightning_struct.functional.curvature.weighted_ridge.WeightedRidge` writes the problem down.
 
@@ -130,8 +130,8 @@ class RecursiveLinear(nn.Linear):
         """Variance of the predictions for x that comes from the rows being few and noisy.
 
         It is s² xᵀ(Σₛ λᵗ⁻ˢ wₛ xₛ xₛᵀ + λʳ δ I)⁻¹ x, with a one in x for the bias, r rows after the regularization was
-        renewed. For the variance of a new target add s², :attr:`noise_variance`. In directions in which no row points
-        any more it grows up to s²/(λʳ δ) times ‖x‖².
+        renewed. For the variance of a new target add s², :attr:`noise_variance`. In directions in which rows no longer
+        vary it grows up to s²/(λʳ δ) times ‖x‖².
 
         Args:
             x: (..., in_features).

@@ -63,7 +63,7 @@ def weight_makers(layer: nn.Module) -> list[str]:
 
 
 def _makes_weight(hook: Any) -> bool:
-    return (getattr(hook, "__module__", None) or "").startswith("torch.nn.utils.")  # of a function, or of a class
+    return (getattr(hook, "__module__", None) or "").startswith("torch.nn.utils.")
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -99,7 +99,7 @@ def add_parametrization(module: nn.Module, name: str, parametrization: nn.Module
     """
     parametrize.register_parametrization(module, name, parametrization)
     parametrized: Any = type(module)
-    if "__getstate__" in vars(parametrized):  # which refuses
+    if "__getstate__" in vars(parametrized):  # torch's own one refuses
         del parametrized.__getstate__
     parametrized.__reduce_ex__ = _reduced
 

@@ -75,7 +75,7 @@ def run_command(main: Callable[[], Any]) -> None:
     except OSError as error:
         if error.errno not in OF_PLACES:
             raise
-        path = error.filename2 or error.filename  # of a copy, the place that it goes to
+        path = error.filename2 or error.filename  # of a copy, its target
         place = f": {os.fspath(path)}" if isinstance(path, (str, os.PathLike)) else ""
         limit = ". ulimit -f sets the largest size of a file" if error.errno == errno.EFBIG else ""
         sys.exit(f"error: {os.strerror(error.errno)}{place}{limit}. {ELSEWHERE}.")

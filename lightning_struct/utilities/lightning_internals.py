@@ -87,7 +87,7 @@ def validate_now(trainer: L.Trainer) -> None:
     trainer.validating = True
     has_run = loop._has_run
     loop.run()
-    loop._has_run = has_run  # by which a resumed epoch tells whether it is over: all that are left would be passed over
+    loop._has_run = has_run  # else a resumed epoch would count as over
     trainer.training = True
 
 
@@ -163,7 +163,7 @@ class TrainingLoaders:
     @property
     def ahead(self) -> int:
         """Batches that Lightning has fetched beyond the one under way; it does so for loaders without a length."""
-        return len(getattr(self._loop._data_fetcher, "batches", ()))  # that of _PrefetchDataFetcher alone
+        return len(getattr(self._loop._data_fetcher, "batches", ()))  # only _PrefetchDataFetcher has batches
 
     @property
     def unread(self) -> int:

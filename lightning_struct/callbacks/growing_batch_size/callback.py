@@ -26,7 +26,7 @@ from lightning_struct.utilities.lightning_internals import skips_backward, train
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
 MOST_RECORDS = 4096
-PARTS = ("growth", "measurement", "learning_rate", "schedulers", "memory")  # of a fit, in checkpoints
+PARTS = ("growth", "measurement", "learning_rate", "schedulers", "memory")  # parts of a fit that checkpoints hold
 # Attributes in checkpoints, without their _
 COUNTED = ("first_size", "samples", "steps", "resized_at", "looks_at")
 
@@ -274,7 +274,7 @@ class GrowingBatchSize(Callback):
             self._present_fit.begin_batch(batch, batch_idx, step=self._steps + 1)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        if self._fit is not None:  # else somebody runs a loop of Lightning by hand, after the fit
+        if self._fit is not None:  # without a fit, a loop of Lightning is run by hand
             self._fit.measurement.before_backward(loss)
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -448,7 +448,7 @@ class GrowingBatchSize(Callback):
         if step.checked is None:
             return
         if step.checked.variance is None and step.checked.batch_size < 2 and self._tests_norm:
-            # else it is the rest of an epoch
+            # otherwise the batch is the rest of an epoch
             if growth.batch_size < 1.5 and self._limit > 1 and self._may_grow and not growth.is_fixed:
                 self._resize(2.0, "a batch of one has no variance to measure")
             return

@@ -258,7 +258,7 @@ class AccumulationGrowth(BatchGrowth):
         return {"decided": self._size.decided, "accumulated": accumulated, "samples_of_batch": self._samples_of_batch}
 
     def load_state_dict(self, state: State) -> None:
-        if "samples_of_batch" in state:  # else it is that of LoaderGrowth
+        if "samples_of_batch" in state:  # otherwise the state is of LoaderGrowth
             self._samples_of_batch, self._accumulated = state["samples_of_batch"], state["accumulated"]
 
     def restore(self) -> None:

@@ -285,10 +285,10 @@ class SchedulerClock:
     first size. A draw is a batch of the first size, as an epoch is a number of them.
 
     If ``max_steps`` alone can end the training, the number of steps is as the user wrote it: then Lightning steps the
-    schedulers as ever. So it does those that are reduced on a plateau, and a module its own in manual optimization.
+    schedulers as usual. It also steps those that are reduced on a plateau. In manual optimization the module does so.
     If ``max_epochs`` and ``max_steps`` are both given, it is not known beforehand which of them ends the training:
     the schedulers go by the one that is nearer to its end. With ``max_steps`` and a ``GradientAccumulationScheduler``,
-    by which steps are not the same share of the training in each epoch, Lightning steps them as ever.
+    by which steps are not the same share of the training in each epoch, Lightning steps them as usual.
 
     Args:
         trainer: in ``Callback.setup``.

@@ -105,7 +105,7 @@ class LoaderGrowth(BatchGrowth):
         self._begun = self._waits = False  # it waits for the first batch of a loader, whose size is not known before
         self._replans = True  # validation, since the lengths that it was planned by have changed
         self._nominal_interval: float | None = None
-        self._refusal: tuple[str, str, bool] | None = None  # of a loader that is not resized
+        self._refusal: tuple[str, str, bool] | None = None  # the loader that is not resized, and why
         self._loaders: list[ResizableLoader | GrowingDraws] = []
         self._epoch_done = 0
         self._trainer_loaders = TrainingLoaders(trainer, self._prepare, self._prepared)
@@ -182,7 +182,7 @@ class LoaderGrowth(BatchGrowth):
         }
 
     def load_state_dict(self, state: State) -> None:
-        self._state = state if "positions" in state else None  # else it is that of AccumulationGrowth
+        self._state = state if "positions" in state else None  # otherwise of AccumulationGrowth
 
     def restore(self) -> None:
         if self._nominal_interval is not None:
@@ -214,7 +214,7 @@ class LoaderGrowth(BatchGrowth):
         if self._on_refusal is not None and self._refusal is None and not draws:
             self._refusal = why_left_alone(dataloader)
         if self._refusal is not None:
-            self._give_up_loaders()  # those before it, too: Lightning begins to read them next
+            self._give_up_loaders()  # earlier loaders, too: Lightning reads them next
             return dataloader
         if draws:
             self._loaders.append(GrowingDraws(dataloader, draws[0]))
@@ -356,7 +356,7 @@ class LoaderGrowth(BatchGrowth):
             return  # by time, or at the end of a stream
         if trainer.check_val_every_n_epoch is None:
             return  # after so many batches, whatever the epochs
-        done = max(self._trainer_loaders.batches_done - 1, 0)  # that of the batch under way is not decided yet
+        done = max(self._trainer_loaders.batches_done - 1, 0)  # the validation after this batch is not decided yet
         loader = self._loaders[self._main]
         planned = self._nominal_length
         trainer.val_check_batch = int(length) + 1

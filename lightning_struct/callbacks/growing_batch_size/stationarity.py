@@ -243,5 +243,5 @@ class LossGrowth:
     def _values(self) -> list[float]:
         if not self._losses:
             return []
-        device = self._losses[-1].device  # those of a checkpoint are on the CPU
+        device = self._losses[-1].device  # losses of a checkpoint are on the CPU
         return torch.stack([loss.to(device).reshape(()) for loss in self._losses]).tolist()

@@ -138,7 +138,7 @@ class FullInverse(InverseAutocorrelation):
 class SquareRootInverse(InverseAutocorrelation):
     """S with P = S Sᵀ, for λ < 1, with a bound.
 
-    With λ < 1 the formulas of the paper let all directions in which no x̄ points grow as λ⁻ˢ, and rounding makes P
+    With λ < 1 the paper's formulas let P grow as λ⁻ˢ in directions without inputs, and rounding makes P
     indefinite. Here no diagonal entry of P exceeds :data:`LARGEST_DIAGONAL`: if one would, its row and column are
     scaled down to it, P ← DPD with D = min(1, (2/diag(P))^½). So |P_ij| <= 2 and all eigenvalues are below 2d: no step
     is longer than 2d times that of gradient descent, and the scale of an input that stays zero is at most doubled.

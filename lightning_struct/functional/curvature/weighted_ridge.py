@@ -282,7 +282,7 @@ def _eliminate_(factor: Tensor, rows: Tensor) -> None:
         if rest.start >= n:
             return
         V = reflectors[width:]
-        is_used = scales != 0  # else the column of the rows is zero, and stays as it is
+        is_used = scales != 0  # a column of zeros stays as it is
         inverse = _upper(V.T @ V, 1)
         inverse.diagonal().copy_(torch.where(is_used, scales, 1).reciprocal())
         T = torch.linalg.solve_triangular(inverse, torch.diag(is_used.to(factor)), upper=True)

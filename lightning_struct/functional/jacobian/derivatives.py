@@ -91,7 +91,7 @@ def partial_derivatives(
     own = getattr(function, "partial_derivatives", None)
     if own is not None:
         return own(points, once, twice, *([thrice] if thrice else []))
-    if torch.is_inference_mode_enabled():  # in which derivatives are zero by torch 2.6
+    if torch.is_inference_mode_enabled():  # torch 2.6 gives derivatives of zero here
         with torch.inference_mode(False), torch.no_grad():
             return partial_derivatives(function, points.clone(), once=once, twice=twice, thrice=thrice)
     values = function(points)

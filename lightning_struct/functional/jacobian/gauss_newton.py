@@ -116,7 +116,7 @@ class DoubleBackward(Linearization):
                         gradients = vmap(one, in_dims=in_dims, randomness="different")(*arguments)
                     except torch.OutOfMemoryError:
                         raise
-                    except RuntimeError:  # of a layer without a batching rule
+                    except RuntimeError:  # a layer has no batching rule
                         self._is_mapped = False
                 if gradients is None:  # one sample at a time
                     singles = []
@@ -197,7 +197,7 @@ def linearize(
     if isinstance(function, nn.Module):
         names = {name for name, _ in function.named_parameters(remove_duplicate=False)}
         names.update(name for name, _ in function.named_buffers(remove_duplicate=False))
-        if unknown := [name for name in params if name not in names]:  # whose derivatives would be zero
+        if unknown := [name for name in params if name not in names]:  # their derivatives would be zero
             listed = ", ".join(unknown)
             raise ValueError(f"{type(function).__name__} has no {listed}: params are named as by named_parameters()")
     params = {name: p.detach() for name, p in params.items()}
@@ -276,7 +276,7 @@ class _Chunked(Linearization):
 
 
 def _sum(vectors: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
-    total = {name: t.clone() for name, t in next(vectors).items()}  # which may be a view of an argument
+    total = {name: t.clone() for name, t in next(vectors).items()}  # t may be a view of an argument
     for vector in vectors:
         for name, t in vector.items():
             total[name] += t

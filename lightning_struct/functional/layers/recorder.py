@@ -72,7 +72,7 @@ class CallRecorder(ABC):
             watched = self._watched.pop(layer, None) if self._watched else None
             if watched is not None:
                 watched.__exit__(None, None, None)
-            if outputs is not None and self._is_recorded(layer):  # else the call has failed
+            if outputs is not None and self._is_recorded(layer):  # otherwise the call has failed
                 self._called(LayerCall(layer, args, kwargs, outputs), watched)
 
     def remove(self) -> None:

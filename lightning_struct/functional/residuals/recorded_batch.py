@@ -229,7 +229,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with self:
-            parts = func.decompose(*args, **kwargs)  # as of linear in inference mode
+            parts = func.decompose(*args, **kwargs)  # linear in inference mode needs it
         if parts is not NotImplemented:
             return parts
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -188,7 +188,7 @@ class BatchResiduals:
                 return rows
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # as of an operation that writes to a given tensor
+        except RuntimeError as error:  # an operation writes to a given tensor, for one
             reason = f"a single row cannot be differentiated ({first_line(error)})"
         self._records.refuse(name, reason)
         self._rows = {**self._by_rows(), name: None}

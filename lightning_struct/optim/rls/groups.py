@@ -70,7 +70,7 @@ class OptimizerWithAuxiliary(torch.optim.Optimizer):
                 f"lightning_struct.functional.register_layer declares layers of other types{computed}"
             )
         for name in recorder.frozen():
-            self._group_of(settings.scale_of(name))  # which schedulers know when it is unfrozen
+            self._group_of(settings.scale_of(name))  # schedulers know the group when the weight is unfrozen
         super().__init__(self.param_groups, self.defaults)
         self.auxiliary = None
         self._give_to_auxiliary({n: p for n, p in module.named_parameters() if p.requires_grad})

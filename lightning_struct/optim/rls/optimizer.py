@@ -193,7 +193,7 @@ class RLS(OptimizerWithAuxiliary):
                 named are the step and the weights. Or ``lr`` was raised to 1/``weight_decay`` or above. No weight and
                 no state has changed; the gradients have if others clipped them.
         """
-        if torch.compiler.is_compiling():  # which cannot trace how a step writes to the weights, and would gain nothing
+        if torch.compiler.is_compiling():  # a compiler cannot trace how a step writes to the weights
             return torch.compiler.disable(self.step)(closure)
         result = None
         if closure is not None:

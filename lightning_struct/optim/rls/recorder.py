@@ -164,7 +164,7 @@ class InputRecorder(CallRecorder):
             return  # within torch.func, whose derivatives do not add to gradients
         with torch.no_grad(), without_autocast(tensors[0].device.type):
             uses = trained.reader.read(call, trained, watched)
-        self._hook_gradients(weight for weight, _ in uses)  # which may have been frozen before
+        self._hook_gradients(weight for weight, _ in uses)  # they may have been frozen before
 
         alone, training = len(tensors) == 1, call.layer.training  # the hook must not hold the tensors that hold it
 

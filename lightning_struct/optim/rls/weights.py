@@ -80,7 +80,7 @@ class TrainedWeight:
         if bias is not None:
             self.biases.append(bias)
             self.forget()
-            self.__dict__.pop("blank", None)  # which had one input less
+            self.__dict__.pop("blank", None)  # made for one input less
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -83,7 +83,7 @@ class Diagnostics:
 
     def check_calls(self, model: BatchModel) -> None:
         """Warn of a module that has a state between calls, or is differentiated wrongly."""
-        if model.linearization.backend == "layer_rules" or not self._is_first("calls"):  # whose layers are known
+        if model.linearization.backend == "layer_rules" or not self._is_first("calls"):  # the rules know these layers
             return
         change, error = change_by_repetition(model), product_error(model)
         if change > _LARGEST_CHANGE:

@@ -103,7 +103,7 @@ class BackwardPasses(GradientEstimator):
         of_pass, of_mean, missed = self.faults.summed(sums).tolist()
         if not math.isfinite(of_pass + of_mean):
             raise GradientNotFinite
-        if missed > 0:  # as of a layer that has been unfrozen since: hook anew for the next step
+        if missed > 0:  # a layer may have been unfrozen: hook anew for the next step
             if self._has_missed:
                 names = [name for name, p in unhooked.items() if p.grad is not None]
                 raise Unmeasurable(f"does not see the gradients of single backward passes of {', '.join(names[:3])}")

@@ -66,7 +66,7 @@ class LinearCalls:
         vars(_of_thread).setdefault("recordings", []).append(self)
         with _lock:
             if _active == 0:
-                _linear = F.linear  # which others may have replaced, too, as DeepSpeed does
+                _linear = F.linear  # DeepSpeed, for one, may have replaced it, too
             _active += 1
             # A compiled graph is broken at each call: recorded calls must not become part of it.
             F.linear = _outside_of_graphs() if "torch._dynamo" in sys.modules else _recorded_linear

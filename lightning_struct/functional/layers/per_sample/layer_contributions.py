@@ -379,7 +379,7 @@ def _normalization(call: LayerCall) -> dict[str, Contribution]:
         return Dense(gradients if over_features else gradients.reshape(*gradients.shape[:2], -1).sum(2))
 
     shares: dict[str, Contribution] = {}
-    if call.trains("weight"):  # by which the layer multiplies the normalised inputs
+    if call.trains("weight"):  # the layer multiplies the normalised inputs by it
         bare = _Bare(layer)
         neutral = {f"layer.{name}": inputs.new_full(p.shape, name == "weight") for name, p in own.items()}
         neutral |= {name: buffer.clone() for name, buffer in bare.named_buffers()}

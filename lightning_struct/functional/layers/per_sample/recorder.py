@@ -549,7 +549,7 @@ class GradientNormRecorder(CallRecorder):
         measured.passes.append(arrived.outer)
         if not self.check:
             measured.checksum = None
-        elif measured.checksum is not None or len(measured.passes) == 1:  # else earlier passes were not checked
+        elif measured.checksum is not None or len(measured.passes) == 1:  # otherwise earlier passes were not checked
             total = checksum_of_shares(parameter, arrived.shares, self._seed)
             measured.checksum = total if measured.checksum is None else measured.checksum + total
 

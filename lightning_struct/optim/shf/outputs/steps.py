@@ -129,7 +129,7 @@ class OutputSteps(Steps):
         """λ₁ and its bounds from the first batch, if they were not given."""
         known = now.memory.first_damping
         if self._given.is_of_paper or (known is not None and known == self.settings.damping.initial):
-            return  # it was given, or is that of the state, which may have been loaded since
+            return  # λ₁ was given, or comes from a loaded state
         first = now.group["damping"] if known is None else known  # the user may have set it
         if first is None:
             with now.timed("first_damping"):

@@ -148,7 +148,7 @@ class ResidualBatch:
     @cached_property
     def form_for_gram(self) -> JacobianForm:
         """The form in which J Jᵀ or JᵀJ is cheapest: with outer products if N < P. The same on all processes."""
-        if self._device.type == "mps" or self.rows >= len(self.weights.vector):  # which has no float64
+        if self._device.type == "mps" or self.rows >= len(self.weights.vector):  # mps has no float64
             return self._dense_form
         sizes = [self.counts[name] * _row_size(block) for name, block in self._batch.blocks.items()]
         form = self._form(sizes, for_gram=True) or self._dense_form

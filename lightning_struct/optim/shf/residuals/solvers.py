@@ -118,7 +118,7 @@ class ExactSolver(ResidualSolver):
     def __init__(self, model: ResidualModel) -> None:
         assert model.jacobian is not None
         self._model, self._jacobian = model, model.jacobian
-        if isinstance(self._jacobian, DenseJacobian) and model.residual.device.type != "mps":  # which has no float64
+        if isinstance(self._jacobian, DenseJacobian) and model.residual.device.type != "mps":  # mps has no float64
             self._jacobian = DenseJacobian(self._jacobian.dense().double())
         self._factored: FactoredLeastSquares | GramLeastSquares | None = None
 

@@ -19,19 +19,21 @@ the intervals share the seconds, and the first has two shares. A rival that is n
     torch-levenberg-marquardt    pip install torch-levenberg-marquardt
     SOAP                         pip install pytorch-optimizer
 
-Printed is the error after parts of the time, the median over seeds with the lowest and the highest. Where points are
-drawn anew the error moves up and down from step to step; there it is that of the weights with the lowest loss so far on
-points that are not trained on, which are those that ``ModelCheckpoint(monitor="val_loss")`` keeps.
+SHF's solutions are drawn beside the runs. Printed is the error after parts of the time, the median over seeds with the
+lowest and the highest. Where points are drawn anew the error moves up and down from step to step; there it is that of
+the weights with the lowest loss so far on points that are not trained on, which are those that
+``ModelCheckpoint(monitor="val_loss")`` keeps.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ from torch import Tensor, nn
 from torch.optim.lbfgs import _strong_wolfe
 
 import harness
+from lightning_struct.callbacks.solution_plot import plot_solution
 from lightning_struct.data import AllenCahn, Box, Faces, KortewegDeVries
 from lightning_struct.data.equations import Burgers, DifferentialEquation, Field, Heat, Poisson
 from lightning_struct.data.points import PointDraws
@@ -47,7 +50,7 @@ from lightning_struct.functional import LeastSquares, partial_derivatives
 from lightning_struct.models.pinn import IntervalNetwork, make_network
 from lightning_struct.optim import SHF, LevenbergMarquardt
 
-TIMES = (10, 30, 60, 100, 150, 200, 300, 600, 1000)
+TIMES = (10, 30, 60, 100, 120, 150, 200, 300, 600, 1000)
 RESIDUAL_SHARE = 0.2  # the default of PointsDataModule
 
 
@@ -337,11 +340,18 @@ METHODS: dict[str, Callable[..., Iterator[None]]] = {
 }
 
 
-def train(problem: str, seed: int, method: str, seconds: float) -> harness.Run:
-    """One run: CPU seconds, steps, error and loss at growing times."""
+def train(
+    problem: str,
+    seed: int,
+    method: str,
+    seconds: float,
+    problems: Mapping[str, Problem] = PROBLEMS,
+    picture: Path | None = None,
+) -> harness.Run:
+    """One run: CPU seconds, steps, error and loss at growing times; the solution at the end is drawn."""
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    setting = PROBLEMS[problem]
+    setting = problems[problem]
     equation = setting.equation()
     torch.manual_seed(seed)
     module = Residuals(equation, make_network(equation, setting.hidden_sizes).double())
@@ -362,8 +372,8 @@ def train(problem: str, seed: int, method: str, seconds: float) -> harness.Run:
             last[number] = draws.draw(number)
         return last[number]
 
-    at = equation.domain.sample(10_000, torch.Generator().manual_seed(12345))
-    solution = equation.solution(at)
+    inside = equation.regions["interior"].sample(10_000, torch.Generator().manual_seed(12345))
+    at, solution = equation.known(inside)  # type: ignore[misc]
 
     def error() -> float:
         with torch.no_grad():
@@ -386,28 +396,28 @@ def train(problem: str, seed: int, method: str, seconds: float) -> harness.Run:
             break
         if isinstance(module.network, IntervalNetwork) and count > 1:
             second = second or spent  # the first two steps record the module
-            reached = int((spent - second) / (seconds - second) * (module.network.intervals + 1)) - 1
-            for _ in range(int(module.network.number), reached):
-                module.network.advance()
+            if module.network.go_on((spent - second) / (seconds - second), equation, fresh):
+                break
         if method.startswith("Adam, then ") and not switched and spent >= seconds / 2:
             steps, switched = METHODS[method.removeprefix("Adam, then ")](module, draw), True
+    if picture is not None:
+        plot_solution(equation, module.network)[0].savefig(picture, dpi=100)
     return {"problem": problem, "method": method, "seed": seed, "curve": curve}
 
 
-def error_at(run: harness.Run, seconds: float) -> float | None:
+def error_at(run: harness.Run, seconds: float, problem: Problem) -> float | None:
     """The error when the time had come, or of the weights kept by then; None where the run is shorter."""
     curve = run["curve"]
     end = next((i for i, point in enumerate(curve) if point["seconds"] >= 0.999 * seconds), None)
     if end is None:
         return None
-    problem = PROBLEMS[run["problem"]]
     is_kept = problem.redrawn and problem.equation().time is None  # the loss is that of an interval
     kept = min(curve[: end + 1], key=lambda point: point["fresh_loss"]) if is_kept else curve[end]
     return kept["error"]
 
 
-def print_tables(runs: Sequence[harness.Run]) -> None:
-    for name, problem in PROBLEMS.items():
+def print_tables(runs: Sequence[harness.Run], problems: Mapping[str, Problem]) -> None:
+    for name, problem in problems.items():
         of_problem = [run for run in runs if run["problem"] == name]
         longest = max((run["curve"][-1]["seconds"] for run in of_problem), default=0.0)
         times = [t for t in TIMES if t <= longest]
@@ -420,32 +430,35 @@ def print_tables(runs: Sequence[harness.Run]) -> None:
                 continue
             cells = []
             for t in times:
-                errors = [found for run in of_method if (found := error_at(run, t)) is not None]
+                errors = [found for run in of_method if (found := error_at(run, t, problem)) is not None]
                 cells.append(harness.spread(errors, "{:.1e}") if errors else "")
             steps = harness.spread([run["curve"][-1]["steps"] for run in of_method], "{:,.0f}")
             harness.print_row(method, *cells, steps, len(of_method))
 
 
-def main() -> None:
-    parser = harness.make_parser(__doc__)
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=["poisson2d"])
-    parser.add_argument("--seconds", type=float, default=60.0)
-    harness.add_run_options(parser, "least_squares")
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        choices=METHODS,
-        default=[name for name in METHODS if name not in (EXACT, LINEAR)],
-    )
+def run_problems(
+    documentation: str | None, name: str, problems: Mapping[str, Problem], methods: Sequence[str], seconds: float
+) -> None:
+    """Run what the command line asks for, and print the tables."""
+    parser, first = harness.make_parser(documentation), next(iter(problems))
+    parser.add_argument("--problems", nargs="+", choices=problems, default=[first])
+    parser.add_argument("--seconds", type=float, default=seconds)
+    harness.add_run_options(parser, name)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(methods))
     arguments = parser.parse_args()
-    cells = product(arguments.problems, arguments.seeds, arguments.methods)
-    runs = harness.run_all(
-        arguments.output,
-        {harness.run_name(*cell, f"{arguments.seconds:g}"): partial(train, *cell, arguments.seconds) for cell in cells},
-        arguments.report,
-    )
+    directory, seconds, wanted = harness.make_directory(arguments.output), arguments.seconds, {}
+    for problem, seed, method in product(arguments.problems, arguments.seeds, arguments.methods):
+        run = harness.run_name(problem, seed, method, f"{seconds:g}")
+        picture = directory / f"{run}.png" if method == "SHF" else None
+        wanted[run] = partial(train, problem, seed, method, seconds, problems, picture)
+    runs = harness.run_all(arguments.output, wanted, arguments.report)
     harness.print_machines(runs)
-    print_tables(runs)
+    print_tables(runs, problems)
+
+
+def main() -> None:
+    methods = [name for name in METHODS if name not in (EXACT, LINEAR)]
+    run_problems(__doc__, "least_squares", PROBLEMS, methods, seconds=60.0)
 
 
 if __name__ == "__main__":

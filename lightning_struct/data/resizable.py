@@ -411,7 +411,7 @@ class ResizableLoader:
             if sampler.limit is None:
                 raise TypeError(f"{type(self.loader.dataset).__name__} has no length")
             return int(limited)
-        # Each worker ends with a smaller batch: taken is that they share the samples evenly.
+        # Each worker ends with a smaller batch: the count assumes that they share the samples evenly.
         share = math.ceil(units / workers)
         whole = (
             self._batches_of_worker(worker, min(share, max(units - worker * share, 0))) for worker in range(workers)

@@ -161,9 +161,9 @@ _TESTS: dict[Any, tuple[Callable[[Any], bool], str]] = {
 def checked(function: Checked) -> Checked:
     """Refuse arguments of other types than the annotations of a function or class say.
 
-    Compared are arguments all of whose types are classes, and not while a graph is compiled: numbers, without NaN, and
-    the elements of sequences and tuples, too. The range of a number and the words of a ``Literal`` are left to the
-    function.
+    An argument is compared if all of its types are classes: numbers, which must not be NaN, and the elements of
+    sequences and tuples, too. Nothing is compared while a graph is compiled. The range of a number and the words of a
+    ``Literal`` are left to the function.
 
     Raises:
         TypeError: in a call; the message names the argument.

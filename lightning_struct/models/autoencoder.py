@@ -34,7 +34,7 @@ def logistic_layers(sizes: Sequence[int]) -> nn.Sequential:
 class Autoencoder(Task):
     """A symmetric autoencoder with logistic activations in every layer, code and output included (section 6).
 
-    The loss of a sample is f = ½‖x̂ - x‖², summed over pixels; batches and epochs are averages over samples. Logged are
+    The loss of a sample is f = ½‖x̂ - x‖², summed over pixels; batches and epochs are averages over samples. It logs
     ``train_loss``, ``val_loss`` and ``test_loss`` in this unit, the one of the paper's Table 2, and
     ``val_squared_error`` and ``test_squared_error``, ‖x̂ - x‖², twice as large.
 

@@ -99,7 +99,7 @@ class Classifier(Task):
 
         Trainer().fit(Classifier(fully_connected([784, 512, 10])), datamodule=MNISTDataModule(draws="epoch"))
 
-    Logged are ``train_loss``, ``val_loss`` and ``test_loss``, averages over samples, and ``val_accuracy`` and
+    It logs ``train_loss``, ``val_loss`` and ``test_loss``, averages over samples, and ``val_accuracy`` and
     ``test_accuracy``, shares of the samples in [0, 1].
 
     A checkpoint of a run from the command line says itself which network it is of. That of a network from Python code

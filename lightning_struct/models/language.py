@@ -43,7 +43,7 @@ class LanguageModel(Task):
     A checkpoint has the state of the text and of the generators of random numbers: a resumed run goes on bit for bit,
     with dropout if it has as many processes.
 
-    Logged are ``train_loss``, ``val_loss`` and ``test_loss``, the cross-entropy in nats, average over words, and
+    It logs ``train_loss``, ``val_loss`` and ``test_loss``, the cross-entropy in nats, average over words, and
     ``val_perplexity`` and ``test_perplexity``, its exponential.
 
     Args:

@@ -264,7 +264,7 @@ class PhysicsInformedNetwork(Task):
     """A network that is trained to solve a differential equation (Raissi, Perdikaris & Karniadakis, 2019).
 
     It is called with points, by block, and returns the residuals there. The loss is the sum over blocks of half the
-    mean squared residual. Logged are ``train_loss``; ``val_loss`` and ``test_loss``, those of points that are not
+    mean squared residual. It logs ``train_loss``; ``val_loss`` and ``test_loss``, those of points that are not
     trained on, and their part of each block, as ``val_loss_interior``; and if the solution is known
     ``relative_l2_error``, ‖u - solution‖/‖solution‖ over the interior points of a validation or test, or at the points
     of the ``reference`` of the equation.

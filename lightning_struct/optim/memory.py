@@ -20,7 +20,7 @@ def check_memory(what: str, needed: Mapping[str, tuple[int, str]], device: torch
         remedy: the end of the message.
 
     Raises:
-        MemoryError: it is more; named are the three largest and the remedy.
+        MemoryError: it is more; the message names the three largest and the remedy.
     """
     total, free = sum(size for size, _ in needed.values()), available_memory(device)
     if free is None or total <= free:

@@ -188,7 +188,7 @@ class Measurement:
 
     def end_step(self, step: int) -> StepStatistics | None:
         """Statistics of a step, after its batch; None if its samples are not known."""
-        # how many batches a module accumulates by hand is its own affair: decided is the size of one
+        # a module may accumulate any number of batches by hand: the decided size is that of one
         batches = 1 if self._batches < 2 or self._module.automatic_optimization else self._batches
         samples, self._samples, self._batches = self._samples // batches, 0, 0
         if self._estimator is not None or self._gave_up:

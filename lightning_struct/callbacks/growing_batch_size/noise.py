@@ -69,7 +69,7 @@ class NoiseScale:
 
     Its fields are its state: the weight of the measurements so far, and both sums by these weights.
 
-    Averaged are both, and not the ratio, whose mean over noisy measurements is another (McCandlish et al. 2018,
+    Both are averaged, instead of their ratio, because noise biases the mean of ratios (McCandlish et al. 2018,
     appendix A.1). ‖G‖² of the loss is measured without bias by ‖ḡ‖² - tr Σ/n, where ḡ is the gradient of n samples.
 
     Example:

@@ -8,7 +8,7 @@ with k = 1/(1 - λ), rounded, and j = 1, 2, ... while jk < t: before each furthe
 that has faded is renewed, around the weights of that time. So it is λʳ δ, r rows later, and about δ/e at least, for
 however long rows do not vary in a direction. With λ = 1 this is ridge regression.
 
-Kept is the triangular factor of the joint Gram matrix of inputs and targets::
+The recursion keeps the triangular factor of the joint Gram matrix of inputs and targets::
 
     F = [R Z; 0 E]        R Θᵀ = Z        RᵀR = Σₛ λᵗ⁻ˢ wₛ xₛ xₛᵀ + λʳ δ I
 

@@ -172,7 +172,7 @@ def check_inverses_fit(weights: Sequence[TrainedWeight]) -> None:
     """Compare the memory that all P take with the free memory of their devices.
 
     Raises:
-        MemoryError: they take more; named are the largest of them and the remedies.
+        MemoryError: they take more; the message names the largest of them and the remedies.
     """
     for device in {weight.parameter.device for weight in weights}:
         there = {w.name: (w.memory, f"{w.features} inputs") for w in weights if w.parameter.device == device}

@@ -189,9 +189,9 @@ class RLS(OptimizerWithAuxiliary):
             What the closure returned.
 
         Raises:
-            ValueError: NaN or infinity in gradients or inputs, or a layer with a gradient whose inputs were not seen;
-                named are the step and the weights. Or ``lr`` was raised to 1/``weight_decay`` or above. No weight and
-                no state has changed; the gradients have if others clipped them.
+            ValueError: NaN or infinity in gradients or inputs, or a layer with a gradient whose inputs were not seen:
+                the message names the step and the weights. Or ``lr`` was raised to 1/``weight_decay`` or above. No
+                weight and no state has changed; the gradients have if others clipped them.
         """
         if torch.compiler.is_compiling():  # a compiler cannot trace how a step writes to the weights
             return torch.compiler.disable(self.step)(closure)

@@ -51,8 +51,8 @@ class SampleGradients(common.GradientEstimator):
     """Measures the gradients of single samples in the batches of a step, by hooks on the layers.
 
     The shares cᵢ that the samples have in the gradient G are measured in the units of G, whatever the loss averages
-    over and whatever it was multiplied by: Σᵢ‖cᵢ‖² and ‖G‖² alone tell the relative variance of G. Reported is what it
-    is for gᵢ = n cᵢ, whose mean is G.
+    over and whatever it was multiplied by: Σᵢ‖cᵢ‖² and ‖G‖² alone tell the relative variance of G. The reported
+    one is that of gᵢ = n cᵢ, whose mean is G.
 
     A step of an optimizer is on all samples of all backward passes since the gradients were last zeroed. Parameters
     that cannot be measured are left out, each with one warning.

@@ -149,7 +149,7 @@ class ParameterUse:
 def parameter_uses(call: LayerCall, recorded: Sequence[LinearCall]) -> list[tuple[Tensor, ParameterUse]]:
     """All products that one call of an attention layer made with its trainable parameters, after their results.
 
-    Not among them is the use of ``bias_k`` and ``bias_v`` (``add_bias_kv``), which are no part of a product.
+    The use of ``bias_k`` and ``bias_v`` (``add_bias_kv``) is left out: they are no part of a product.
 
     Args:
         call: of the layer.

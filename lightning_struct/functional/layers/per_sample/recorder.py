@@ -156,10 +156,10 @@ class GradientNormRecorder(CallRecorder):
 
     The share cᵢ of sample i is its part of ``parameter.grad``: one backward pass adds Σᵢ cᵢ. A parameter
     may be used by several layers, and a layer called several times: the shares of one backward pass are summed before
-    their norms are taken. Further backward passes are further samples, until the gradient is None again. What does not
-    reach ``.grad`` is not measured, such as ``torch.autograd.grad`` in the inputs.
+    their norms are taken. Further backward passes are further samples, until the gradient is None again. Derivatives
+    that do not reach ``.grad``, such as ``torch.autograd.grad`` in the inputs, are not measured.
 
-    Measured are uses inside the ``forward`` of the layer that owns the parameter. A layer whose type has no rule
+    Uses inside the ``forward`` of the layer that owns the parameter are measured. A layer whose type has no rule
     is run again in the backward pass under ``torch.func.vmap``, which is named in one warning; batch normalisation in
     training gets one too. Parameters that cannot be measured are *uncovered*. With ``check`` so are those whose
     gradients turn out to come, in part, from elsewhere.
@@ -331,7 +331,7 @@ class GradientNormRecorder(CallRecorder):
         """Checksums of the covered parameters' ``.grad`` as it is now, by name, to be compared with the measured
         shares.
 
-        Left out are parameters without gradient, or with a backward pass without ``check``.
+        Parameters without gradient, or with a backward pass without ``check``, are left out.
         """
         return {self._names[parameter]: sums for parameter, sums in self._checksums_of(self._names)}
 

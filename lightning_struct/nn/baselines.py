@@ -17,7 +17,7 @@ from lightning_struct.functional.structured.cost_model import (
 )
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix
 from lightning_struct.functional.structured.transforms import circulant_matmul, circulant_product
-from lightning_struct.nn.structured import Device, Dtype, StructuredLinear
+from lightning_struct.nn.structured import Device, Dtype, StructuredLinear, center_
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,11 @@ class Circulant(StructuredLinear):
         self.reset_parameters()
 
     def _draw_weights(self) -> None:
-        """Draw c from N(0, 1/n), which keeps the variance of the input; the authors' code does the same."""
+        """Draw c from N(0, 1/n) without its mean: a stack of such layers with rectifiers keeps the power."""
+        # The authors' code keeps the mean of c, by which the mean of the input is multiplied. After a rectifier that
+        # has 1/π of the power: it now is left out, and the rest enlarged.
         nn.init.normal_(self.column, std=self.in_features**-0.5)
+        center_(self.column).mul_((1 - self.in_features / self.column.numel() / math.pi) ** -0.5)
 
     def _dense(self) -> Tensor:
         return self.column[self._diagonals()]

@@ -77,6 +77,7 @@ class LearnedOperatorLinear(GeneratorLinear):
 
     methods: ClassVar[tuple[str, ...]]
     """The values of ``method`` besides ``"auto"``."""
+    _gain_of_rest: ClassVar[float] = 1.06
     corner_name: ClassVar[str]
     """The name of the parameters of corners, ``"corner"`` if an operator has one, ``"corners"`` if it has two."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -22,6 +23,12 @@ Device = torch.device | str | None
 Dtype = torch.dtype | None
 
 _FAR = 0.5  # a relative error from which M is multiplied by the best number
+
+
+def center_(factor: Tensor) -> Tensor:
+    """Subtract the means over the first dimension, if there are several entries, and keep the variance; in place."""
+    count = len(factor)
+    return factor.sub_(factor.mean(0)).mul_(math.sqrt(count / (count - 1))) if count > 1 else factor
 
 
 class StructuredLinear(nn.Module):

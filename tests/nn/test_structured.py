@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from functools import partial
 
 import pytest
@@ -217,8 +218,21 @@ def test_initial_weights_keep_the_variance_of_the_input(name, dtype):
         layers = [FACTORIES[name](n, m, dtype=dtype, **options) for _ in range(4)]
         with torch.no_grad():
             ratios = [layer(torch.randn(32, n, dtype=dtype)).float().var().item() for layer in layers]
-        assert 0.5 < sum(ratios) / len(ratios) < 2, (n, m, ratios)
+        assert 0.5 < sum(ratios) / len(ratios) < 2.5, (n, m, ratios)
         assert {parameter.dtype for layer in layers for parameter in layer.parameters()} == {dtype}
+
+
+@of_each_class
+def test_a_stack_with_rectifiers_keeps_the_power_of_its_input(name):
+    options, powers = {"parameters": 640} if name == "pruned" else {}, []
+    for seed in range(9):
+        torch.manual_seed(seed)
+        x = torch.randn(16, 64)
+        with torch.no_grad():
+            for _ in range(10):
+                x = math.sqrt(2) * CLASSES[name](64, 64, bias=False, **options)(x).relu()
+        powers.append(x.square().mean())
+    assert 0.1 < torch.stack(powers).median() < 10
 
 
 @of_each_case

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+# Parameters up to which products with constant matrices make the matrix in less time than transforms.
+_LARGEST_OF_CONSTANTS = 1024
+
+
 class _HadamardLinear(StructuredLinear):
     """A layer with learned diagonals between Walsh-Hadamard transforms, and t such terms."""
 
@@ -36,7 +41,7 @@ class _HadamardLinear(StructuredLinear):
         return self._prepare_factors().to_dense() if self.out_features < self.in_features else super()._dense()
 
     def _makes_matrix(self, rows: int) -> bool:
-        return making_is_faster(self.out_features, self.in_features, rows, break_even=512 * self.terms)
+        return making_is_faster(self.out_features, self.in_features, rows, break_even=4096 * self.terms)
 
     def _prepares_dense(self, rows: int) -> bool:
         return prepared_matrix_is_faster(self.out_features, self.in_features, 2 * self.terms, rows, least=1024)
@@ -238,14 +243,15 @@ class RandomizedHadamard(_HadamardLinear):
         """Set signs and orders, which are always the same, if the parameters have values."""
         if self.G.is_meta:
             return
-        for name in ("output_signs", "input_signs", "order"):
-            setattr(self, name, torch.empty_like(getattr(self, name), device=self.G.device))
-        for term in range(self.terms):
-            numbers = random.Random(term)  # random() is the same in all versions of Python
-            for signs in (self.output_signs[term], self.input_signs[term]):
-                signs.copy_(torch.tensor([1 if numbers.random() < 0.5 else -1 for _ in range(len(signs))]))
-            shuffled = torch.tensor([numbers.random() for _ in range(self.length)], dtype=torch.float64).argsort()
-            self.order[term] = shuffled[: self.order.shape[1]] + term * self.length
+        parts = _random_parts(self.out_features, self.in_features, self.terms, self.length, self.G.device)
+        self.output_signs, self.input_signs, self.order = parts
+
+    def _dense(self) -> Tensor:
+        if self.G.numel() > _LARGEST_OF_CONSTANTS or type(self.G) not in (Tensor, nn.Parameter):
+            return super()._dense()  # and where a tracer has fake numbers
+        sizes = self.out_features, self.in_features, self.terms, self.length
+        left, right = _constant_factors(*sizes, self.G.dtype, self.G.device)
+        return (left * self.G.flatten()) @ right
 
     def _prepare_factors(self) -> HadamardTerms:
         return HadamardTerms(self.G, self.output_signs, self.input_signs, self.order, self.length)
@@ -257,3 +263,30 @@ class RandomizedHadamard(_HadamardLinear):
         for term in range(self.terms):
             rest = weight - self.to_dense()
             self.G[term] = self._prepare_factors().inner_products(term, rest) / squared_norm
+
+
+def _random_parts(m: int, n: int, terms: int, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Signs of outputs (t, m) and inputs (t, n), int8, and orders (t, k), int64: always the same."""
+    sides: tuple[list[list[int]], ...] = ([], [])
+    orders = []
+    for term in range(terms):
+        numbers = random.Random(term)  # random() is the same in all versions of Python
+        for signs, size in zip(sides, (m, n), strict=True):
+            signs.append([1 if numbers.random() < 0.5 else -1 for _ in range(size)])
+        keys = [numbers.random() for _ in range(length)]
+        orders.append([place + term * length for place in sorted(range(length), key=keys.__getitem__)[: max(m, n)]])
+    outputs, inputs = (torch.tensor(signs, dtype=torch.int8, device=device) for signs in sides)
+    return outputs, inputs, torch.tensor(orders, device=device)
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _constant_factors(
+    m: int, n: int, terms: int, length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The factors of :class:`RandomizedHadamard` on both sides of G, (m, t k) and (t k, n), for layers of one size."""
+    output_signs, input_signs, order = _random_parts(m, n, terms, length, device)
+    H = hadamard_transform(torch.eye(length, dtype=dtype, device=device), normalize=True)
+    left = H[:m, None, : order.shape[1]] * output_signs.T[..., None]
+    right = H[order % length, :n] * input_signs[:, None]
+    return left.flatten(1), right.flatten(0, 1)

@@ -133,7 +133,7 @@ class StructuredUpdate(nn.Module):
 
     def to_dense(self) -> Tensor:
         """The matrix (out_features, in_features), with gradients to the parameters of M."""
-        return self.scale * (self.output_diagonal[:, None] * self.input_diagonal) * self.adapter.weight
+        return (self.scale * self.output_diagonal)[:, None] * (self.adapter.weight * self.input_diagonal)
 
 
 class AdaptedLinear(nn.Module):
@@ -248,11 +248,22 @@ class AdaptedLinear(nn.Module):
         if is_traced(input):
             return whole_call(self, input, *args)
         base: Any = self.base
-        if has_filters(base) and not is_pointwise(base):
+        if (has_filters(base) and not is_pointwise(base)) or self._makes_weight(update, input):
             return functional_call(base, {"weight": self.weight}, (input, *args))
         y = base(input, *args)
         x = F.dropout(input, update.dropout, self.training)
         return y + (of_channels(update, x, base.stride) if has_filters(base) else update(x)).to(y.dtype)
+
+    def _makes_weight(self, update: StructuredUpdate, x: Tensor) -> bool:
+        """Whether to multiply by W + Δ in training: one product for two, if Δ is made for its own in any case."""
+        base: Any = self.base
+        is_plain = (type(base) is nn.Linear or has_filters(base)) and type(base.weight) is nn.Parameter
+        if not (is_plain and self.training and torch.is_grad_enabled()) or update.dropout or base._forward_hooks:
+            return False
+        # In half precision, with autocast too, a sum would lose small updates. Compilers do not ask for rows.
+        is_exact = base.weight.dtype == x.dtype == update.scale.dtype and not torch.is_autocast_enabled(x.device.type)
+        rows = x.numel() // self.in_features
+        return is_exact and not torch.compiler.is_compiling() and update.adapter._makes_matrix(rows)
 
     def extra_repr(self) -> str:
         return f"dropout={self.update.dropout}" if self.update.dropout else ""

@@ -13,6 +13,7 @@ from lightning_struct.nn import (
     Circulant,
     LDRSubdiagonal,
     LowRank,
+    RandomizedHadamard,
     ToeplitzLike,
     adapter_parameter_groups,
     adapter_state_dict,
@@ -200,6 +201,24 @@ def test_state_of_the_adapters_is_all_that_differs_from_the_base(kind):
     other.load_state_dict(base, strict=False)
     load_adapter_state_dict(other, torch.load(file, weights_only=True))
     assert torch.equal(other(inputs()), model(inputs()))
+
+
+@pytest.mark.parametrize("rows", [1, 200])  # so many that a training step makes the matrix of the update
+@pytest.mark.parametrize("base", [nn.Linear(24, 32), nn.Conv2d(24, 32, 1, stride=2)])
+def test_training_step_of_few_and_of_many_rows_is_by_the_sum_of_base_and_update(base, rows):
+    torch.manual_seed(0)
+    model = add_adapters(nn.Sequential(copy.deepcopy(base)), RandomizedHadamard, learned_diagonals="outputs").double()
+    layer = model[0]
+    nn.init.normal_(layer.update.adapter.G)
+    x = torch.randn(rows, 24, *[3] * (isinstance(base, nn.Conv2d) * 2), dtype=torch.float64, requires_grad=True)
+    kept = x if x.ndim == 2 else x[..., ::2, ::2].movedim(1, -1)
+    update = nn.functional.linear(kept, layer.update.to_dense())
+    expected = layer.base(x) + (update if x.ndim == 2 else update.movedim(-1, 1))
+    parameters = [x, *layer.update.parameters()]
+    found = layer(x)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(y.square().sum(), parameters) for y in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("other", [partial(LDRSubdiagonal, corner="zero"), Circulant])

@@ -6,6 +6,8 @@ promote.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -130,7 +132,7 @@ def hadamard_transform(x: Tensor, normalize: bool = False) -> Tensor:
         raise TypeError(f"a floating-point tensor is needed, got {x.dtype}")
     rows, right = x.to(arguments.computing_dtype(x)).reshape(-1, n), 1
     while right < n:
-        factor = min(n // right, _LARGEST_HADAMARD_FACTOR)
+        factor = n if n <= 64 else min(n // right, _LARGEST_HADAMARD_FACTOR)
         H = _hadamard(factor, rows)
         # Batched products with single columns would take ten times as long as one product.
         rows = rows.reshape(-1, factor) @ H if right == 1 else H @ rows.reshape(-1, factor, right)
@@ -317,10 +319,18 @@ def cauchy_like_matmul(s: Tensor, t: Tensor, G: Tensor, H: Tensor, x: Tensor, *,
 
 
 def _hadamard(n: int, like: Tensor) -> Tensor:
-    matrix = like.new_ones(1, 1)
+    is_plain = type(like) is Tensor and not torch.compiler.is_compiling()  # and no fake one of a tracer
+    return (_kept_hadamard if is_plain else _made_hadamard)(n, like.dtype, like.device)
+
+
+def _made_hadamard(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    matrix = torch.ones(1, 1, dtype=dtype, device=device)
     while len(matrix) < n:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix
+
+
+_kept_hadamard = lru_cache(maxsize=16)(torch.inference_mode(False)(_made_hadamard))
 
 
 def _powers(nodes: Tensor, count: int) -> Tensor:

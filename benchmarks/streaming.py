@@ -18,7 +18,8 @@ which read them less those of the first sample: their scale does not matter ther
 first one, too. RecursiveLinear learns classes by the squared error of one-hot targets, all others by the cross-entropy.
 The network has 64 hidden units. Each way has the best of its settings in hindsight on the first seed: rates 3e-3 to
 3e-1 in steps of about three, λ of 1, .99, .95, .9. All tasks take about a minute of one core. ``exactness`` compares
-the coefficients after each row with exact rationals, on regressions that statsmodels brings. The tasks need
+the coefficients with exact rationals after each row from the one on that determines them, on regressions that
+statsmodels brings. ``speed`` takes as many threads as torch is given. The tasks need
 
     river        pip install river
     statsmodels  pip install statsmodels    exactness alone
@@ -321,11 +322,14 @@ def blocks(features: int, rows: int = 256, outputs: int = 10) -> dict[str, Calla
 
 
 def single_rows(features: int = 10) -> dict[str, Callable[[], object]]:
-    """One row after the other, predicted and learnt: numpy's recursion of P, and RecursiveLinear."""
+    """One row after the other, predicted and learnt: numpy's recursion of P, river's, and RecursiveLinear."""
+    from river.linear_model import BayesianLinearRegression
+
     x, y = torch.randn(100, 1, features).double(), torch.randn(100, 1, 1).double()
     rows, batches = cycle(zip(x[:, 0].numpy(), y[:, 0, 0].numpy(), strict=True)), cycle(zip(x, y, strict=True))
     layer = RecursiveLinear(features, 1, bias=False, dtype=torch.float64)
-    P, w = np.eye(features), np.zeros(features)
+    P, w, model = np.eye(features), np.zeros(features), BayesianLinearRegression(alpha=1.0, beta=1.0)
+    samples = cycle(zip(map(dict, map(enumerate, x[:, 0].tolist())), y.flatten().tolist(), strict=True))
 
     def by_numpy() -> None:
         nonlocal P, w
@@ -340,19 +344,25 @@ def single_rows(features: int = 10) -> dict[str, Callable[[], object]]:
         layer(inputs)
         layer.update(inputs, targets)
 
-    return {"numpy": by_numpy, "RecursiveLinear": by_layer}
+    def by_river() -> None:
+        sample, answer = next(samples)
+        model.predict_one(sample)
+        model.learn_one(sample, answer)
+
+    return {"numpy": by_numpy, "river": by_river, "RecursiveLinear": by_layer}
 
 
 def print_speed() -> None:
     torch.manual_seed(0)
     print(harness.machine_line(), end="\n\n")
     harness.print_header("a row", "reference, µs", "RecursiveLinear, µs", "ratio")
-    sizes = (512, 1024, 2048)
-    found = {f"of {n:,} features, in blocks of 256; Woodbury": (seconds_of(blocks(n), 5, 1), 256) for n in sizes}
-    found["of 10 features, alone, predicted and learnt; numpy"] = seconds_of(single_rows(), 40, 50), 1
+    found = {f"of {n:,} features, in blocks of 256": (seconds_of(blocks(n), 5, 1), 256) for n in (512, 1024, 2048)}
+    found["of 10 features, alone, predicted and learnt"] = seconds_of(single_rows(), 40, 50), 1
     for name, (seconds, rows) in found.items():
-        other, of_layer = (1e6 * s / rows for s in seconds.values())
-        harness.print_row(name, f"{other:.1f}", f"{of_layer:.1f}", f"{of_layer / other:.2f}")
+        of_layer = seconds.pop("RecursiveLinear")
+        for other, time_of_it in seconds.items():
+            shown = f"{1e6 * time_of_it / rows:.1f}", f"{1e6 * of_layer / rows:.1f}", f"{of_layer / time_of_it:.2f}"
+            harness.print_row(f"{name}; {other}", *shown)
 
 
 # --- exactness --------------------------------------------------------------------------------------------------------

@@ -112,9 +112,11 @@ class RecursiveLinear(nn.Linear):
             NotFinite: NaN, infinite or immense numbers. Here as above, nothing has changed.
         """
         ridge, dtype = self._ridge, self._parameters["weight"].dtype  # type: ignore[union-attr]
-        is_row = ridge.is_quick and _is_plain(x, (1, self.in_features)) and _is_plain(y, (1, self.out_features))
-        if is_row and weights is None and world_size() == 1:  # as little as can be, for streams
-            ridge.learn_row(x, y, dtype)
+        row, targets = None, None
+        if ridge.is_quick and weights is None and world_size() == 1:
+            row, targets = _array(x, (1, self.in_features)), _array(y, (1, self.out_features))
+        if row is not None and targets is not None:  # as little as can be, for streams
+            ridge.learn_row(row[0], targets[0], dtype)
         else:
             x, y = self._numbers("x", x), self._numbers("y", y)
             columns = [self._rows(x), self._targets(y, x.shape[:-1])]
@@ -168,6 +170,7 @@ class RecursiveLinear(nn.Linear):
             ValueError: it is no integer above 0.
         """
         _check_number("add_outputs", number)
+        self._resize(self.out_features + number, self.in_features)
         self._ridge = self._ridge.with_outputs(number)
         self._write()
 
@@ -182,6 +185,7 @@ class RecursiveLinear(nn.Linear):
         """
         _check_number("add_inputs", number)
         self._ridge = self._ridge.with_inputs(number, self.in_features)
+        self._resize(self.out_features, self.in_features + number)
         self._write()
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -235,18 +239,13 @@ class RecursiveLinear(nn.Linear):
 
     def _write(self) -> None:
         """Copy Θ to the parameters."""
-        weights, bias = self._ridge.weights, self._parameters["bias"]
-        outputs, inputs = weights.shape
-        inputs -= bias is not None
-        if outputs != self.out_features or inputs != self.in_features:
-            self._resize(outputs, inputs)
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        ridge, weight, bias = self._ridge, self._parameters["weight"], self._parameters["bias"]
         assert weight is not None
         if bias is None:
-            weight.detach().copy_(weights)
+            weight.detach().copy_(ridge.weights)
         else:
-            weight.detach().copy_(weights.narrow(1, 0, self.in_features))
-            bias.detach().copy_(weights.select(1, self.in_features))
+            weight.detach().copy_(ridge.slopes)
+            bias.detach().copy_(ridge.intercepts)
 
     def _numbers(self, name: str, value: Any) -> Tensor:
         """A dense tensor: of an array or lists in float64, but whole numbers of y, which may be labels."""
@@ -328,13 +327,10 @@ def _is_whole(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def _is_plain(tensor: Any, shape: tuple[int, int]) -> bool:
-    """Whether a value is a dense tensor on the CPU, of a shape and in float32 or float64."""
-    return (
-        isinstance(tensor, Tensor)
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and tensor.shape == shape
-        and tensor.dtype in _FLOATS
-    )
+def _array(tensor: Any, shape: tuple[int, int]) -> Any:
+    """The array of a dense tensor on the CPU, without gradients, of a shape and in float32 or float64; else None."""
+    try:
+        array = tensor.numpy()
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return array if array.shape == shape and array.dtype.char in "fd" else None

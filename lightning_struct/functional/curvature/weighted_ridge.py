@@ -56,6 +56,7 @@ class WeightedRidge:
 
     Attributes:
         weights: Θ; this and ``factor`` are changed in place by :meth:`learn`.
+        slopes, intercepts: Θ without its last column, and that column, in the same memory.
         factor: F; with λ < 1, Z is zero.
         samples, age: see above.
         is_quick: whether rows can be learnt by :meth:`learn_row`.
@@ -86,14 +87,19 @@ class WeightedRidge:
         self._solution = weights.clone(memory_format=torch.contiguous_format).T
         # Views of these, which take as long to make as a row of ten inputs to learn.
         self.weights, self.factor = self._solution.T, self._stack[:n]
+        self.slopes, self.intercepts = self.weights[:, :-1], self.weights[:, -1]
         self._R, self._Z = self.factor[:inputs, :inputs], self.factor[:inputs, inputs:]
         self._E = self.factor[inputs:, inputs:]
         self.factor.copy_(factor)
         self.is_quick = n <= FEW_COLUMNS and factor.device.type == "cpu"
-        if self.is_quick:  # NumPy takes a third of torch's time for so few numbers
-            self._array, self._theta = self._stack.T.numpy(), self.weights.numpy()
-            self._row, self._change = self._array[:, n], self._array[inputs:, :inputs]
-            self._below = (torch.arange(n + 1) > torch.arange(n)[:, None]).numpy()
+        self._change, self._whole = torch.zeros_like(self._solution), self._R
+        if self.is_quick:  # NumPy takes a third of torch's time for so few numbers, and R alone is solved in half of it
+            self._whole = self._solution.new_empty(inputs, inputs).T
+            self._array, self._theta, self._step = (t.T.numpy() for t in (self._stack, self._solution, self._change))
+            self._row, self._kept = self._array[:, n], self._array[:, :n]
+            self._x, self._y = self._row[:inputs], self._row[inputs:]
+            self._of_R, self._of_Z = self._array[:inputs, :inputs], self._array[inputs:, :inputs]
+            self._copy, self._upper = self._whole.T.numpy(), factor.new_ones(n, n + 1).tril().numpy()
         # Bounds on the diagonal of R from below, and on the norm of R from above; rounding decides nothing by them.
         self._floor, self._most = 0.0, math.inf
         if forgetting < 1:
@@ -156,32 +162,29 @@ class WeightedRidge:
             self._eliminate(part)
             self._solve()
 
-    def learn_row(self, inputs: Tensor, targets: Tensor, dtype: torch.dtype = torch.float64) -> None:
+    def learn_row(self, inputs: Any, targets: Any, dtype: torch.dtype = torch.float64) -> None:
         """Do the same for one row, in less time.
 
         Args:
-            inputs: (1, d), on the CPU, in float32 or float64; or (1, d - 1), and the last one is 1.
-            targets: (1, q).
+            inputs: (d,), an array in float32 or float64; or (d - 1,), and the last one is 1.
+            targets: (q,).
             dtype: as above.
 
         Raises:
             NotFinite: as above.
         """
-        d, row = self._theta.shape[1], self._row
-        row.fill(1.0)
-        row[: inputs.shape[1]], row[d:] = inputs.detach().numpy(), targets.detach().numpy()
-        norm = math.sqrt(row.dot(row))
+        self._x[-1] = 1.0
+        self._x[: len(inputs)], self._y[:] = inputs, targets
+        norm = math.sqrt(self._row.dot(self._row))
         self._check_norm(norm, dtype)
         if self.age == self._period:
             self._renew()
         if self.forgetting < 1:
-            new = row.copy()
-            new[d:] -= self._theta.dot(new[:d])
-            self._array *= self._root
-            row[:] = new
+            self._y -= self._theta.dot(self._x)
+            self._kept *= self._root
         self._count(1, 1.0, norm)
         torch.geqrf(self._stack, out=(self._stack, self._scales))
-        self._array[self._below] = 0
+        self._array *= self._upper
         self._solve()
 
     def _check_norm(self, norm: float, dtype: torch.dtype) -> None:
@@ -226,16 +229,15 @@ class WeightedRidge:
                 if forgets:
                     Z.zero_()
                 return
-        if forgets:
-            torch.linalg.solve_triangular(R, Z, upper=True, out=Z)
-            if self.is_quick:
-                self._theta += self._change
-                self._change.fill(0)
-            else:
-                solution.add_(Z)
-                Z.zero_()
-        else:
-            torch.linalg.solve_triangular(R, Z, upper=True, out=solution)
+        if self.is_quick:
+            self._copy[:] = self._of_R
+        torch.linalg.solve_triangular(self._whole, Z, upper=True, out=self._change if forgets else solution)
+        if forgets and self.is_quick:
+            self._theta += self._step
+            self._of_Z.fill(0)
+        elif forgets:
+            solution.add_(self._change)
+            Z.zero_()
 
     def variance_factors(self, rows: Tensor) -> Tensor:
         """xᵀ(RᵀR)⁻¹x, (m,), of rows (m, d), float64."""

@@ -52,7 +52,7 @@ def learn(ridge, inputs, targets, block):
     found = [ridge.weights[0].clone()]
     for x, y in zip(inputs.split(block), targets[:, None].split(block), strict=True):
         if block == 1:
-            ridge.learn_row(x, y)
+            ridge.learn_row(x[0].numpy(), y[0].numpy())
         else:
             ridge.learn([x, y])
         found.append(ridge.weights[0].clone())

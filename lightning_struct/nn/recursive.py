@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.collective import all_gather_unequal, world_size
+from lightning_struct.collective import all_gather_unequal, broadcast_numbers, world_size
 from lightning_struct.functional.checks import check_dense, checked, is_integer, is_real
 from lightning_struct.functional.curvature.weighted_ridge import WeightedRidge
 
@@ -83,7 +83,7 @@ class RecursiveLinear(nn.Linear):
             raise ValueError(f"regularization must be a finite number > 0, got {regularization!r}")
         _check_number("in_features", in_features)
         _check_number("out_features", out_features)
-        self.forgetting, self.regularization = float(forgetting), float(regularization)
+        self.forgetting, self._first_regularization = float(forgetting), float(regularization)
         super().__init__(in_features, out_features, bias, device, dtype)
         _check_dtype(self.weight, "dtype")
         self.requires_grad_(False)
@@ -91,6 +91,7 @@ class RecursiveLinear(nn.Linear):
     def reset_parameters(self) -> None:
         """Forget all rows: parameters are zero, as before the first one."""
         inputs, device = self.in_features + (self.bias is not None), self.weight.device
+        self.regularization = self._first_regularization
         self._ridge = WeightedRidge.start(inputs, self.out_features, self.regularization, self.forgetting, device)
         self._write()
 
@@ -112,11 +113,10 @@ class RecursiveLinear(nn.Linear):
             NotFinite: NaN, infinite or immense numbers. Here as above, nothing has changed.
         """
         ridge, dtype = self._ridge, self._parameters["weight"].dtype  # type: ignore[union-attr]
-        row, targets = None, None
-        if ridge.is_quick and weights is None and world_size() == 1:
-            row, targets = _array(x, (1, self.in_features)), _array(y, (1, self.out_features))
-        if row is not None and targets is not None:  # as little as can be, for streams
-            ridge.learn_row(row[0], targets[0], dtype)
+        is_quick = ridge.is_quick and weights is None and world_size() == 1  # as little as can be, for streams
+        row = _row(x, self.in_features) if is_quick else None
+        if row is not None and (target := _row(y, self.out_features)) is not None:
+            ridge.learn_row(row, target, dtype)
         else:
             x, y = self._numbers("x", x), self._numbers("y", y)
             columns = [self._rows(x), self._targets(y, x.shape[:-1])]
@@ -146,10 +146,10 @@ class RecursiveLinear(nn.Linear):
         """
         x = self._numbers("x", x)
         rows = self._rows(x).to(torch.float64)
-        factors = self._ridge.variance_factors(
-            rows if self.bias is None else nn.functional.pad(rows, (0, 1), value=1.0)
+        rows = rows if self.bias is None else nn.functional.pad(rows, (0, 1), value=1.0)
+        return (self._ridge.variance_factors(rows)[:, None] * self.noise_variance).reshape(
+            *x.shape[:-1], self.out_features
         )
-        return (factors[:, None] * self.noise_variance).reshape(*x.shape[:-1], self.out_features)
 
     @property
     def noise_variance(self) -> Tensor:
@@ -159,6 +159,27 @@ class RecursiveLinear(nn.Linear):
         """
         residuals, samples = self._ridge.residuals(), self._ridge.samples
         return residuals / samples if samples > 0 else torch.full_like(residuals, float("inf"))
+
+    def choose_regularization(self) -> float:
+        """Raise δ to the value with the least error by generalized cross-validation, as if it had been that all along.
+
+        The squared error of rows that are left out, summed over outputs, is estimated from the state: no row is needed.
+        The values are δ, √10 δ, 10 δ and so on: begin with a small δ. To compare, or to choose anew later, call this
+        on a copy (``copy.deepcopy``). It takes about as long as 10 n rows for n inputs.
+
+        Returns:
+            float: δ, which is also :attr:`regularization`.
+
+        Raises:
+            ValueError: λ < 1.
+        """
+        if self.forgetting < 1:
+            raise ValueError(f"choose_regularization takes forgetting=1, not {self.forgetting!r}: try values of δ")
+        values, errors = self._ridge.cross_validation()
+        (self.regularization,) = broadcast_numbers([values[errors.argmin()].item()], self.weight.device)
+        self._ridge = self._ridge.with_regularization(self.regularization)
+        self._write()
+        return self.regularization
 
     def add_outputs(self, number: int) -> None:
         """Add outputs: the layer becomes the one that had them all along, with targets of zero.
@@ -191,7 +212,8 @@ class RecursiveLinear(nn.Linear):
     def get_extra_state(self) -> dict[str, Any]:
         """State of the recursion, for ``state_dict``."""
         ridge = self._ridge
-        options = {"forgetting": self.forgetting, "regularization": self.regularization}
+        options = {"forgetting": self.forgetting, "regularization": self._first_regularization}
+        options["chosen_regularization"] = self.regularization
         return {"weights": ridge.weights, "factor": ridge.factor, "samples": ridge.samples, "age": ridge.age} | options
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -206,16 +228,17 @@ class RecursiveLinear(nn.Linear):
             raise ValueError(
                 f"the state is of {weights.shape[1]} inputs, with that of the bias, and the layer has {inputs}"
             )
+        self.regularization = state.get("chosen_regularization", self._first_regularization)
         self._ridge = WeightedRidge(
             weights, factor, self.regularization, self.forgetting, state["samples"], state.get("age")
         )
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         state = state_dict.get(f"{prefix}_extra_state", {})
-        for name in ("forgetting", "regularization"):
-            if state.get(name, getattr(self, name)) != getattr(self, name):
+        for name, own in (("forgetting", self.forgetting), ("regularization", self._first_regularization)):
+            if state.get(name, own) != own:
                 raise ValueError(
-                    f"the state is of a layer with {name}={state[name]!r}, and this one has {getattr(self, name)!r}: "
+                    f"the state is of a layer with {name}={state[name]!r}, and this one has {own!r}: "
                     f"make it with {name}={state[name]!r}"
                 )
         outputs, inputs = state_dict.get(f"{prefix}weight", self.weight).shape
@@ -225,9 +248,7 @@ class RecursiveLinear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> RecursiveLinear:
         super()._apply(fn, recurse)
-        ridge, device = self._ridge, self.weight.device
-        if ridge.factor.device != device:
-            self._ridge = ridge.to(device)
+        self._ridge = self._ridge.to(self.weight.device)
         return self
 
     def _resize(self, outputs: int, inputs: int) -> None:
@@ -327,10 +348,10 @@ def _is_whole(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def _array(tensor: Any, shape: tuple[int, int]) -> Any:
-    """The array of a dense tensor on the CPU, without gradients, of a shape and in float32 or float64; else None."""
+def _row(tensor: Any, size: int) -> Any:
+    """The array (size,) of a dense tensor (1, size) on the CPU, in float32 or float64, without gradients; else None."""
     try:
         array = tensor.numpy()
     except (AttributeError, TypeError, RuntimeError):
         return None
-    return array if array.shape == shape and array.dtype.char in "fd" else None
+    return array[0] if array.shape == (1, size) and array.dtype.char in "fd" else None

@@ -102,6 +102,51 @@ def test_added_features_are_as_if_they_had_been_zero_all_along(inputs, outputs, 
     torch.testing.assert_close(*variances, rtol=1e-11, atol=0)
 
 
+def noisy(rows):
+    """Rows of a linear relation with so much noise that a regularization pays, and a layer that has learnt them."""
+    x, trained = gaussian(rows, INPUTS), layer(regularization=1e-3)
+    y = 0.2 * x @ gaussian(INPUTS, OUTPUTS, seed=1) + gaussian(rows, OUTPUTS, seed=2)
+    for part, targets in zip(x.split(7), y.split(7), strict=True):
+        trained.update(part, targets)
+    return x, y, trained
+
+
+@pytest.mark.parametrize("rows", [4, ROWS])
+def test_the_chosen_regularization_has_the_least_generalized_cross_validation(rows):
+    x, y, trained = noisy(rows)
+    inputs, errors = torch.cat([x, x.new_ones(rows, 1)], 1), {}
+    unit = torch.eye(INPUTS + 1, dtype=torch.float64)
+    for value in (1e-3 * 10 ** (k / 2) for k in range(14)):
+        H = inputs @ torch.linalg.solve(inputs.T @ inputs + value * unit, inputs.T)
+        errors[value] = (y - H @ y).square().sum() / (rows - H.trace()) ** 2
+    assert trained.choose_regularization() == pytest.approx(min(errors, key=errors.get), rel=1e-12)
+
+
+def test_a_layer_is_as_if_its_chosen_regularization_had_been_that_all_along():
+    x, y, trained = noisy(ROWS)
+    whole = layer(regularization=trained.choose_regularization())
+    whole.update(x, y)
+    for _ in range(2):
+        torch.testing.assert_close(joined(trained), joined(whole), rtol=0, atol=1e-13)
+        torch.testing.assert_close(trained.noise_variance, whole.noise_variance, rtol=1e-12, atol=0)
+        for each in (trained, whole):
+            each.update(x[:1] + 1, y[:1])
+
+
+def test_a_chosen_regularization_is_part_of_the_state():
+    x, y, trained = noisy(ROWS)
+    trained.choose_regularization()
+    resumed = layer(regularization=1e-3)
+    resumed.load_state_dict(copy.deepcopy(trained.state_dict()))
+    assert resumed.regularization == trained.regularization
+    for each in (trained, resumed):
+        each.add_inputs(1)
+        each.update(nn.functional.pad(x, (1, 0)), y)
+    assert torch.equal(joined(trained), joined(resumed))
+    resumed.reset_parameters()
+    assert resumed.regularization == 1e-3
+
+
 def test_float32_features_are_learnt_in_float64():
     x, y = data(torch.float32)
     far, trained = x + 100, RecursiveLinear(INPUTS, OUTPUTS, regularization=1e-3)
@@ -280,6 +325,7 @@ def test_refused_rows_change_nothing(arguments, error, message):
             "numbers above 1e\\+30 among",
         ),
         (lambda: layer().set_extra_state(RecursiveLinear(3, 3).get_extra_state()), "state is of 4 inputs.*has 6"),
+        (lambda: layer(forgetting=0.9).choose_regularization(), "takes forgetting=1, not 0.9: try values of δ"),
         (lambda: layer().predictive_variance(torch.ones(3)), r"x must be \(..., 5\), got \(3,\)"),
     ],
 )

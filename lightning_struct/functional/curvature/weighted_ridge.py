@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from lightning_struct.functional.checks import NotFinite
-from lightning_struct.functional.torch_tools import triangular_factor
 
 # Singular values of R, with columns of norm 1, below this part of the largest are rounding: their directions keep their
 # weights. With λ < 1 such a direction can last, and rounding of that part's square, in units of residuals, be added
@@ -37,10 +36,8 @@ from lightning_struct.functional.torch_tools import triangular_factor
 RANK_TOLERANCE, RANK_TOLERANCE_OF_FORGETTING = 1e-12, 1e-7
 # Norms of blocks of rows are below this, and weights in float32 below its range with room for many blocks.
 MOST, MOST_IN_FLOAT32 = 1e150, 1e30
-# Up to so many columns of F one decomposition by LAPACK takes less time than panels.
-FEW_COLUMNS = 48
-# Rows that are taken in at once, and columns whose reflectors are multiplied together.
-MOST_ROWS, PANEL = 1024, 48
+# Rows that are taken in at once, and columns whose reflectors are multiplied together: up to so many are quick.
+MOST_ROWS, FEW_COLUMNS = 1024, 48
 
 
 class WeightedRidge:
@@ -150,7 +147,7 @@ class WeightedRidge:
         while len(rows):
             if self.age == self._period:
                 self._renew()
-            m = min(len(rows), self._period - self.age)
+            m = min(len(rows), self._period - self.age, MOST_ROWS)
             part, of_part, rows, weights = rows[:m], weights[:m], rows[m:], weights[m:]
             if self.forgetting < 1:
                 of_part = of_part * self.forgetting ** torch.arange(m - 1, -1, -1).to(of_part)
@@ -159,7 +156,7 @@ class WeightedRidge:
                 self.factor.mul_(self.forgetting ** (m / 2))
             part = part * of_part.sqrt()[:, None]
             self._count(m, of_part.sum().item(), float(torch.linalg.vector_norm(part)))
-            self._eliminate(part)
+            _eliminate_(self.factor, part)
             self._solve()
 
     def learn_row(self, inputs: Any, targets: Any, dtype: torch.dtype = torch.float64) -> None:
@@ -203,19 +200,14 @@ class WeightedRidge:
 
     def _renew(self) -> None:
         """Bring back the part of the regularization that has faded, around the present weights."""
-        d, n = self._R.shape[0], self._scales.shape[0]
-        size = math.sqrt(self.regularization * (1 - self.forgetting**self._period))
-        self._eliminate(self.factor.new_zeros(d, n).fill_diagonal_(size))
-        self._most, self.age = math.hypot(self._most, math.sqrt(self.regularization * d)), 0
+        self._regularize(self.regularization * (1 - self.forgetting**self._period))
+        self.age = 0
 
-    def _eliminate(self, rows: Tensor) -> None:
-        """Make F that of [F; rows]."""
-        n = self._scales.shape[0]
-        if n <= FEW_COLUMNS:
-            self.factor.copy_(triangular_factor(torch.cat([self.factor, rows])))
-        else:
-            for block in rows.split(MOST_ROWS):
-                _eliminate_(self.factor, block)
+    def _regularize(self, size: float) -> None:
+        """Add a regularization of a size: around the present weights with λ < 1, around zero with λ = 1."""
+        d, n = self._R.shape[0], self._scales.shape[0]
+        _eliminate_(self.factor, self.factor.new_zeros(d, n).fill_diagonal_(math.sqrt(size)))
+        self._most = math.hypot(self._most, math.sqrt(size * d))
 
     def _solve(self) -> None:
         """Put Θ at the minimum."""
@@ -247,6 +239,29 @@ class WeightedRidge:
         """The minima of the weighted sums of squares, with that of the regularization, (q,): one for each output."""
         return self._E.square().sum(0)
 
+    def cross_validation(self) -> tuple[Tensor, Tensor]:
+        """Regularizations from δ on by factors of √10, (k,), and their errors by generalized cross-validation, (k,).
+
+        The error is n ‖Y - H Y‖² / (n - tr H)² for n rows, with λ = 1 and H from targets to outputs (Golub, Heath and
+        Wahba, 1979, equation 1.4); infinite if the weights interpolate.
+        """
+        U, S, _ = torch.linalg.svd(self._R)
+        squares, δ = S.square()[:, None], self.regularization
+        number = 5 + math.ceil(2 * math.log10(max(1.0, squares[0].item() / δ)))  # up to 100 σ² of the largest σ
+        values = δ * 10 ** (torch.arange(number).to(S) / 2)
+        sums, added = squares + values - δ, values - δ
+        of_outputs = (U.T @ self._Z).square().sum(1, keepdim=True)
+        errors = self.residuals().sum() + (of_outputs * (added.square() - δ * squares) / sums.square()).sum(0)
+        free = self.samples - ((squares - δ) / sums).sum(0)
+        return values, torch.where(free > 1e-6 * self.samples, self.samples * errors / free.square(), math.inf)
+
+    def with_regularization(self, regularization: float) -> WeightedRidge:
+        """A copy with a larger δ from the start on, with λ = 1."""
+        ridge = WeightedRidge(self.weights, self.factor, regularization, samples=self.samples)
+        ridge._regularize(regularization - self.regularization)
+        ridge._solve()
+        return ridge
+
     def with_outputs(self, number: int) -> WeightedRidge:
         """A copy with more outputs, whose targets were zero so far."""
         pad = torch.nn.functional.pad
@@ -257,10 +272,8 @@ class WeightedRidge:
         pad, n = torch.nn.functional.pad, self._scales.shape[0]
         order = [*range(place), *range(n, n + number), *range(place, n)]
         factor = pad(self.factor, (0, number, 0, number))[order][:, order]
-        new = factor.diagonal()[place : place + number]
-        new.fill_(math.sqrt(self.regularization * self.forgetting**self.age))
-        weights = self.weights
-        return self._with(torch.cat([weights[:, :place], pad(weights[:, place:], (number, 0))], 1), factor)
+        factor.diagonal()[place : place + number].fill_(math.sqrt(self.regularization * self.forgetting**self.age))
+        return self._with(torch.cat([self.weights[:, :place], pad(self.weights[:, place:], (number, 0))], 1), factor)
 
 
 def _upper(matrix: Tensor, diagonal: int = 0) -> Tensor:
@@ -276,8 +289,8 @@ def _eliminate_(factor: Tensor, rows: Tensor) -> None:
     these have zeros below their diagonal.
     """
     n = len(factor)
-    for first in range(0, n, PANEL):
-        own, rest = slice(first, first + PANEL), slice(first + PANEL, n)
+    for first in range(0, n, FEW_COLUMNS):
+        own, rest = slice(first, first + FEW_COLUMNS), slice(first + FEW_COLUMNS, n)
         width = len(factor[own])
         reflectors, scales = torch.geqrf(torch.cat([factor[own, own], rows[:, own]]))
         factor[own, own] = _upper(reflectors[:width])

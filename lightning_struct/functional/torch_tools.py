@@ -5,8 +5,9 @@ torch's ecosystem reads (``_parameters``, ``_buffers``, ``_version``) are read w
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -21,7 +23,7 @@ __all__ = [
     "FakeTensor", "TorchDispatchMode", "add_to_each", "average_each", "call_with", "copy_each", "current_backward",
     "denormals_flushed", "in_eval_mode", "is_functorch_wrapped_tensor", "is_recorded", "norms_of_each",
     "opaque_operator", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "triangular_factor",
-    "writes_in_place",
+    "unfused_kernels", "writes_in_place",
 ]  # fmt: skip
 from torch import _foreach_add_ as add_to_each
 from torch import _foreach_copy_ as copy_each
@@ -81,6 +83,24 @@ def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any,
         for layer, parameters, buffers_of_layer in own:
             layer._parameters.update(parameters)
             layer._buffers.update(buffers_of_layer)
+
+
+@contextmanager
+def unfused_kernels(module: nn.Module | None) -> Iterator[None]:
+    """Kernels that have forward and second derivatives: fused attention and the fused recurrent ones have none."""
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if module is not None and any(isinstance(layer, nn.RNNBase) for layer in module.modules()):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a note about TF32 on another vendor's devices
+                stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fastpath)
 
 
 @contextmanager

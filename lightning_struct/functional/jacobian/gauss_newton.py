@@ -8,15 +8,12 @@ the network again in each of them, as forward-over-reverse differentiation does,
     u  ->  Jᵀ u     ``Linearization.vjp``     (Algorithm 5)
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.func import vjp, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_struct.functional.checks import checked
 from lightning_struct.functional.jacobian.layer_chain import record_layer_chain
@@ -26,7 +23,7 @@ from lightning_struct.functional.layers.calls import refuse_other_dtypes, rows_o
 from lightning_struct.functional.layers.per_sample.contributions import sample_chunks
 from lightning_struct.functional.layers.registry import coupling_layer
 from lightning_struct.functional.randomness import random_state, restored_random_state
-from lightning_struct.functional.torch_tools import call_with
+from lightning_struct.functional.torch_tools import call_with, unfused_kernels
 
 BACKENDS = ("layer_rules", "double_backward")
 
@@ -46,7 +43,7 @@ class DoubleBackward(Linearization):
         self._args = args
         self._point = {name: p.clone().requires_grad_() for name, p in params.items()}
         self._random_state = random_state(*args)
-        with layer_derivatives(self._module), torch.enable_grad(), _twice_differentiable(self._module):
+        with layer_derivatives(self._module), torch.enable_grad(), unfused_kernels(self._module):
             self._graph = self._call(self._point, *args)
         if not isinstance(self._graph, Tensor):
             got = type(self._graph).__name__
@@ -109,7 +106,7 @@ class DoubleBackward(Linearization):
         count = u.shape[0]
         for rows in sample_chunks(count, sum(p.numel() for p in point.values())):
             arguments = (u[rows], *rows_of_arguments(self._args, rows, count))
-            with _twice_differentiable(self._module), restored_random_state(self._random_state):
+            with unfused_kernels(self._module), restored_random_state(self._random_state):
                 gradients: dict[str, Tensor] | None = None
                 if self._is_mapped:
                     try:
@@ -131,24 +128,6 @@ class DoubleBackward(Linearization):
 
 def written(vector: dict[str, Tensor], out: Parameters | None) -> dict[str, Tensor]:
     return vector if out is None else {name: out[name].copy_(t) for name, t in vector.items()}
-
-
-@contextmanager
-def _twice_differentiable(module: nn.Module | None) -> Iterator[None]:
-    """Kernels that have forward and second derivatives: fused attention and the fused recurrent ones have none."""
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    with ExitStack() as stack:
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if module is not None and any(isinstance(layer, nn.RNNBase) for layer in module.modules()):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a note about TF32 on another vendor's devices
-                stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fastpath)
 
 
 @checked

@@ -28,6 +28,7 @@ from lightning_struct.functional.torch_tools import (
     tree_leaves,
     tree_map,
     tree_unflatten,
+    unfused_kernels,
     writes_in_place,
 )
 
@@ -38,6 +39,12 @@ _ROUNDING = 1e5
 Parameters: TypeAlias = Mapping[str, Tensor]
 # Makes a context manager around each call of the module, as one that repeats random numbers.
 Context: TypeAlias = Callable[[], AbstractContextManager[None]]
+
+
+def called_blocks(module: nn.Module, tensors: Parameters, args: tuple[Any, ...]) -> dict[str, Tensor]:
+    """The blocks that a module returns with these weights and buffers, by kernels that can be differentiated twice."""
+    with unfused_kernels(module):
+        return residual_blocks(call_with(module, tensors, args))
 
 
 class BatchRecords:
@@ -71,7 +78,7 @@ class BatchRecords:
 
         def batch(params: Parameters, buffers: Parameters, tensors: list[Tensor]) -> Mapping[str, Tensor]:
             values = {**{key: b.clone() for key, b in buffers.items()}, **params}
-            return residual_blocks(call_with(self._module, values, inputs.args(tensors)))
+            return called_blocks(self._module, values, inputs.args(tensors))
 
         def fits(whole: RecordedBatch) -> bool:
             with context():

@@ -31,14 +31,14 @@ from lightning_struct.functional.residuals.recorded_batch import (
     Context,
     Parameters,
     RecordedBatch,
+    called_blocks,
     is_equal_up_to_rounding,
     largest_number,
     recorded_graph,
     without_writes,
 )
-from lightning_struct.functional.residuals.residuals import residual_blocks
 from lightning_struct.functional.residuals.weight_products import OuterFactors, WeightProducts
-from lightning_struct.functional.torch_tools import call_with, tree_leaves
+from lightning_struct.functional.torch_tools import tree_leaves
 
 # Numbers and rows of the Jacobian that are computed at once: their intermediate values take several times as much
 # memory, and pass the processor's caches sooner if the rows are short. A GPU waits for each operation of the host.
@@ -202,7 +202,7 @@ class BatchResiduals:
     def _call(self, params: Parameters) -> dict[str, Tensor]:
         """The blocks as the module returns them, with their graph."""
         with self._context(), torch.enable_grad():
-            return residual_blocks(call_with(self._records.module, params, self._args))
+            return called_blocks(self._records.module, params, self._args)
 
     def _by_rows(self) -> dict[str, _Rows | None]:
         """Blocks row by row; None for those whose rows cannot be told apart."""
@@ -440,8 +440,8 @@ def _single_row(
 ) -> Tensor:
     """The residuals of one row of the module's inputs, (k,)."""
     rows = [t[None] if dim == 0 else t for t, dim in zip(tensors, inputs.dims, strict=True)]
-    returned = call_with(module, {**{key: b.clone() for key, b in buffers.items()}, **params}, inputs.args(rows))
-    return residual_blocks(returned)[name].reshape(-1)
+    values = {**{key: b.clone() for key, b in buffers.items()}, **params}
+    return called_blocks(module, values, inputs.args(rows))[name].reshape(-1)
 
 
 def _why_not_of_a_row(single: Tensor, block: Tensor) -> str:

@@ -18,7 +18,7 @@ from lightning_struct.data import Poisson
 from lightning_struct.functional import LeastSquares
 from lightning_struct.models import PhysicsInformedNetwork
 from lightning_struct.optim import SHF, LevenbergMarquardt, WarmStart
-from tests.cases import flat, gaussian, trainable
+from tests.cases import First, flat, gaussian, trainable
 
 
 class Equation(nn.Module):
@@ -378,17 +378,27 @@ def test_many_coupled_residuals_of_few_parameters_take_the_dense_step(square: An
 
 
 class Series(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, cells: nn.Module) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.cells, self.head = nn.GRU(1, 3, batch_first=True), nn.Linear(3, 1)
+        self.cells, self.head = cells, nn.Linear(4, 1)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.head(self.cells(x)[0]) - y
+        return self.head(self.cells(x.repeat(1, 1, 4))) - y
 
 
-def test_the_rows_of_series_through_a_recurrent_layer_are_told_apart() -> None:
-    module, x = Series().double(), gaussian(5, 2, 1, seed=0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: First(nn.LSTM(4, 4, batch_first=True)),
+        lambda: nn.TransformerEncoderLayer(4, 2, 4, batch_first=True).eval(),
+    ],
+)
+def test_the_rows_of_series_are_told_apart_whatever_kernels_the_layers_have(
+    build: Callable[[], nn.Module], dtype: torch.dtype
+) -> None:
+    module, x = Series(build()).to(dtype), gaussian(5, 2, 1, seed=0).to(dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="SHF")
         report = SHF(module, "least_squares").step(inputs=(x, x.cumsum(1)))

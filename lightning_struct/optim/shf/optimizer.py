@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.hub import tqdm
 
 from lightning_struct.functional.checks import is_integer, is_real, warn
-from lightning_struct.functional.jacobian.losses import GaussNewtonLoss, get_loss
+from lightning_struct.functional.jacobian.losses import GaussNewtonLoss, SquaredError, get_loss
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.solvers.least_squares import RightPreconditioner
 from lightning_struct.optim.requirements import check_module, refuse_replaced, state_without_hooks
 from lightning_struct.optim.shf.diagnostics import check_parameters
 from lightning_struct.optim.shf.outputs.steps import OutputSteps
+from lightning_struct.optim.shf.regression import RegressionSteps
 from lightning_struct.optim.shf.report import StepReport
 from lightning_struct.optim.shf.residuals.steps import ResidualSteps
 from lightning_struct.optim.shf.samples import Batches, refuse_unlike_batches
@@ -42,8 +43,8 @@ class SHF(torch.optim.Optimizer):
     """Stochastic Hessian-free optimization: each step solves a damped Gauss-Newton model of the batch.
 
     ``SHF(module, loss)`` is enough. Without ``damping``, all settings that are not given are chosen from sizes, layers
-    and data, and adapted during training; the log names the choices at the first step. With ``damping``, or with
-    :meth:`paper`, they are the paper's. Below, "chosen" and "the paper's" name these two defaults.
+    and data, and adapted during training; the log names the choices. With ``damping``, or with :meth:`paper`, they are
+    the paper's. Below, "chosen" and "the paper's" name these two defaults.
 
     It trains every parameter below ``module`` that requires a gradient when the optimizer is made. There is no backward
     pass: :meth:`step` takes the data, drawn afresh for each step. Under torch.distributed each process passes its own
@@ -53,7 +54,8 @@ class SHF(torch.optim.Optimizer):
     Args:
         module: called as ``module(inputs)`` (or ``module(*inputs)`` for a tuple or list); returns one tensor (n, ...).
             Its weights are float32 or float64.
-        loss: ``"mse"``: ½‖outputs - targets‖², averaged over samples; ``"cross_entropy"``: of logits;
+        loss: ``"mse"``: ½‖outputs - targets‖², averaged over samples; without settings, a batch that stays is trained
+            on by the exact solver, up to about a thousand parameters or residuals; ``"cross_entropy"``: of logits;
             ``"binary_cross_entropy"``: of logits, one for each of two classes, labels or pixels; an object with the
             methods of :class:`~lightning_struct.functional.jacobian.losses.GaussNewtonLoss`; or ``"least_squares"``,
             for a module that returns residuals, or a :class:`~lightning_struct.functional.LeastSquares` with weights of
@@ -61,8 +63,8 @@ class SHF(torch.optim.Optimizer):
         damping: λ₁ > 0, damped by Levenberg and Marquardt's rule; or the rule, ``"levenberg_marquardt"`` or
             ``"next_batch"``; or a :class:`LevenbergMarquardt` or a :class:`NextBatch`. The paper and
             residuals take Levenberg and Marquardt's rule; other losses take the next batch's if it is not given.
-        solver: ``"lsmr"`` or ``"cg"``, with residuals ``"lsmr"`` or ``"exact"``; or an :class:`LSMR`, :class:`CG` or
-            :class:`Exact`. The paper's LSMR; chosen CG, with residuals from the sizes.
+        solver: ``"lsmr"``, ``"cg"``, or with ``"mse"`` ``"exact"``; with residuals ``"lsmr"`` or ``"exact"``; or an
+            :class:`LSMR`, :class:`CG` or :class:`Exact`. The paper's LSMR; chosen CG, with residuals from the sizes.
         preconditioner: ``"diagonal"`` (Algorithm 3); ``"diagonal_sum"`` (the formula in the text of section 4.4);
             ``"fisher"`` (Martens 2010); ``"kronecker"`` or a :class:`Kronecker`; None; or an object with ``solve`` and
             ``solve_transpose`` on dicts of tensors by parameter name, and optionally ``solve_normal``, both at once for
@@ -120,8 +122,8 @@ class SHF(torch.optim.Optimizer):
         seed: int = 0,
     ) -> None:
         check_module(module, "SHF", "which it calls itself")
-        objective = get_loss(loss)
-        of_residuals = isinstance(objective, LeastSquares)
+        objective, asked = get_loss(loss), isinstance(solver_value(solver), Exact)
+        of_residuals = asked or isinstance(objective, LeastSquares)
         given = Settings(
             damping=damping_value(damping, LevenbergMarquardt() if of_residuals else NextBatch()),
             solver=solver_value(solver),
@@ -141,6 +143,8 @@ class SHF(torch.optim.Optimizer):
         self._steps: Steps
         if isinstance(objective, LeastSquares):
             self._steps = ResidualSteps(module, objective, given)
+        elif type(objective) is SquaredError and (asked or given.is_unset):
+            self._steps = RegressionSteps(module, given, named, asked=asked)
         else:
             self._steps = OutputSteps(module, objective, given, named)
         self.report: StepReport | None = None
@@ -217,6 +221,7 @@ class SHF(torch.optim.Optimizer):
         now, steps = self._now, self._steps
         # Algorithm 1 on a batch that the caller has drawn; λ, γ and maxiter are in the parameter group
         model = steps.linearize(now, inputs, targets)  # A and b at w (Algorithms 4 and 5), ∇f, ‖Var‖₁ (section 4.3)
+        steps = steps.of(model)  # those on residuals, if the batch of a squared error stays
         steps.choose_damping(now, model)  # λ₁, in the first step
         if steps.adapt_to_next_batch(now, model):  # σ and λ by how much of the last step's gain this batch shows
             steps.take_back(now, model)  # w <- w - s d of the last step, which did harm
@@ -225,7 +230,7 @@ class SHF(torch.optim.Optimizer):
         update = steps.search(now, model, solver)  # d by LSMR (Algorithm 6), s by Armijo's rule, ρ (section 4.2)
         steps.move(model, update)  # w <- w + s d
         steps.adapt(now, model, solver, update)  # λ (section 4.2), γ and maxiter (section 4.5)
-        self.report = steps.report(now, model, update)  # n̂ of the norm test (equation (14))
+        self.report = self._steps.report(now, model, update)  # n̂ of the norm test (equation (14))
         return self.report
 
     def fit(self, inputs: Any, *, max_steps: int = 100, tolerance: float = 1e-10, progress: bool = False) -> StepReport:

@@ -19,7 +19,8 @@ class StepReport:
         step_length: s of the line search; 0 if no step was taken.
         damping: λ that the accepted direction was computed with.
         solver_iterations: iterations of the solver, all tries together.
-        stop_reason: why the solver stopped, or ``"line_search"`` or ``"zero_gradient"`` if no step was taken.
+        stop_reason: why the solver stopped, or ``"line_search"``, ``"zero_gradient"`` or ``"noise"`` if no step was
+            taken.
         merits: (solver iteration, validation value) as evaluated during the solve.
         merit: the validation value at the new weights; None without validation data.
         gradient_norm: ‖∇f‖ at the old weights.
@@ -33,10 +34,10 @@ class StepReport:
         step_scale: σ, the share of the solver's direction that was tried (damping by :class:`NextBatch`; else 1).
         next_batch_ratio: fall of the loss of the next batch over that of a step's own, averaged over the steps until
             the last; None if it is not measured yet.
-        convergence: with ``loss="least_squares"``, the relative gain that remained: ``"gtol"``, ‖Jᵀr‖ over
+        convergence: of the exact solver and of residuals, the relative gain that remained: ``"gtol"``, ‖Jᵀr‖ over
             ‖J‖ ‖r‖ before the step; ``"ftol"``, the larger of the fall of the loss and its prediction; ``"xtol"``, the
-            length of the step over that of the weights. 0 under ``"precision"`` if no step lowers the loss, or under
-            ``"underflow"`` if the gradient is too small for its dtype.
+            length of the step over that of the weights. 0 under ``"precision"`` if no step lowers the loss, under
+            ``"underflow"`` if the gradient is too small for its dtype, or under ``"noise"`` if steps would fit noise.
         seconds: wall time by phase (``"linearize"``, with the gradient; ``"precondition"``; ``"solve"``, with the merit
             evaluated in it; ``"line_search"``; ``"merit"``, after the step).
 

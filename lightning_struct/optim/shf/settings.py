@@ -250,7 +250,9 @@ class CG(_Iterations):
 
 @dataclass(frozen=True)
 class Exact(Choice):
-    """A dense factorisation of the shorter side of J, for residuals (``loss="least_squares"``) only.
+    """A dense factorisation of the shorter side of J, for ``loss="mse"`` and for residuals (``"least_squares"``).
+
+    Its steps are corrected for the curvature of the residuals. Options without a meaning for these are refused.
 
     Example:
         >>> Exact() == Exact()
@@ -399,6 +401,18 @@ class Settings:
         return self.damping.initial is not None
 
     @property
+    def is_unset(self) -> bool:
+        """Whether all that decides about the steps of a loss of outputs is left to be chosen."""
+        others = (self.damping, self.solver, self.warm_start)
+        return not self._of_outputs and others == (NextBatch(), None, WarmStart())
+
+    @property
+    def _of_outputs(self) -> dict[str, Any]:
+        """Options that are given and have no meaning for residuals."""
+        defaults = {"preconditioner": AUTO, "l2": 0.0, "backend": None, "chunk_size": None}
+        return {name: getattr(self, name) for name, default in defaults.items() if getattr(self, name) != default}
+
+    @property
     def maxiter(self) -> int:
         """Bound on the solver's iterations in the first step; the paper's if the solver is not chosen or has none."""
         solver: Any = self.solver
@@ -430,7 +444,8 @@ class Settings:
         solver: Any = self.solver or (LSMR() if self.is_of_paper else CG())
         if isinstance(solver, Exact):
             raise ValueError(  # noqa: TRY004
-                "solver='exact' is for loss='least_squares', a module that returns residuals; choose 'lsmr' or 'cg'"
+                "solver='exact' is for loss='mse', and for loss='least_squares', a module that returns residuals; "
+                "choose 'lsmr' or 'cg'"
             )
         preconditioner: Any = self.preconditioner
         if isinstance(preconditioner, str) and preconditioner == AUTO:
@@ -471,8 +486,7 @@ class Settings:
             "l2": "return √l2 times the weights as a block of one row, torch.cat([...])[None]",
             "solver": "choose 'lsmr' or 'exact', or leave it out",
         }
-        unused = {"preconditioner": AUTO, "l2": 0.0, "backend": None, "chunk_size": None}
-        refused = {name: getattr(self, name) for name, default in unused.items() if getattr(self, name) != default}
+        refused = self._of_outputs
         if isinstance(damping, NextBatch):
             refused["damping"] = damping
         if isinstance(self.solver, CG):
@@ -484,7 +498,8 @@ class Settings:
                     refused[f"{type(value).__name__}.{field.name}"] = getattr(value, field.name)
         for name, given in refused.items():
             remedy = remedies.get(name, "leave it out")
-            raise ValueError(f"{name}={given!r} has no meaning beside loss='least_squares'; {remedy}")
+            beside = "loss='least_squares' or solver='exact'"
+            raise ValueError(f"{name}={given!r} has no meaning beside {beside}; {remedy}")
         return replace(
             self,
             damping=damping.completed(PAPER[LevenbergMarquardt]),

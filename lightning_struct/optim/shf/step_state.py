@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,20 +23,26 @@ _KEY = "shf"
 
 @dataclass(frozen=True)
 class Decisions:
-    """Decisions of the steps on residuals so far, which a resumed run takes over.
+    """Decisions of the steps so far, which a resumed run takes over.
 
     Attributes:
+        exact: of a squared error, whether the exact solver takes the steps, since the batch stays; None: not known yet.
         refused_rows: name of a block -> why its rows cannot be told apart.
         refused_batches: whether whole batches cannot be recorded.
         too_many_rows: name of a matrix -> the rows of J from which on there is too little memory for it.
         damping_factor: by which λ is divided first in the next step.
+        inverse_squares: sum of 1/λ² of the steps.
+        lowest_error: the lowest estimate of the loss of new samples.
         penalties: fields of the :class:`~lightning_struct.functional.residuals.penalties.Penalties` of the conditions.
     """
 
+    exact: bool | None = None
     refused_rows: Mapping[str, str] = field(default_factory=dict)
     refused_batches: bool = False
     too_many_rows: Mapping[str, int] = field(default_factory=dict)
     damping_factor: float = 2.0
+    inverse_squares: float = 0.0
+    lowest_error: float = math.inf
     penalties: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -61,8 +68,9 @@ class Memory:
         average_changes: running averages of the changes of the loss of the next batch and of the own one.
         average_fits: running averages of the fall of the own batch at full length and of its bound.
         ratio: their ratio r; None if it is not measured yet.
+        first_loss, last_loss: f before the first and after the last step.
         blocks: rows of each block of residuals.
-        decisions: of the steps on residuals.
+        decisions: of the steps so far.
     """
 
     steps: int = 0
@@ -80,6 +88,8 @@ class Memory:
     average_changes: tuple[float, float] = (0.0, 0.0)
     average_fits: tuple[float, float] = (0.0, 0.0)
     ratio: float | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
     blocks: dict[str, int] | None = None
     decisions: Decisions = Decisions()
 

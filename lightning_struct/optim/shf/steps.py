@@ -1,5 +1,7 @@
 """Parts of a step that SHF takes alike on outputs and on residuals."""
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -76,6 +78,10 @@ class Steps(ABC):
         Raises:
             TypeError: inputs or targets are missing, or not those that the module takes.
         """
+
+    def of(self, model: Any) -> Steps:
+        """The steps that a model is for: these, or others that they have made it by."""
+        return self
 
     @abstractmethod
     def choose_damping(self, now: StepState, model: Any) -> None:

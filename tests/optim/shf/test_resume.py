@@ -45,6 +45,7 @@ class Form:
     sizes: tuple[int, ...] = (6, 9, 9, 14, 10, 16, 12)
     dtype: torch.dtype = torch.float64
     exact_variance: bool | None = None
+    stays: bool = False  # the batch
 
     def make(self) -> tuple[nn.Module, SHF]:
         torch.manual_seed(0)
@@ -57,7 +58,7 @@ class Form:
     def run(self, optimizer: SHF, first: int, last: int) -> list[StepReport]:
         reports = []
         for i in range(first, last):
-            inputs, targets = batch(self.sizes[i], seed=100 + i, dtype=self.dtype)
+            inputs, targets = batch(self.sizes[i], seed=100 + i * (not self.stays), dtype=self.dtype)
             if self.loss == "least_squares":
                 reports.append(optimizer.step(inputs=(inputs, targets)))
             else:
@@ -69,6 +70,8 @@ RULE = LevenbergMarquardt(initial=0.5, drop=0.9)
 FORMS = {
     "chosen": Form(),
     "chosen in float32": Form(dtype=torch.float32),
+    "chosen exact": Form(sizes=(40,) * 7, stays=True),
+    "exact": Form({"solver": "exact"}, dtype=torch.float32),
     "lsmr": Form({"damping": RULE, "solver": LSMR(maxiter=7)}),
     "lsmr in float32": Form({"damping": RULE, "solver": LSMR(maxiter=7)}, dtype=torch.float32),
     "cg": Form({"damping": RULE, "solver": CG(maxiter=7), "l2": 0.1, "preconditioner": "fisher"}),

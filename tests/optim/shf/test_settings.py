@@ -67,7 +67,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         ),
         "damping_space='y'.*leave it out",
     ),
-    (lambda: settings(solver="exact"), "solver='exact' is for loss='least_squares'.*; choose 'lsmr' or 'cg'"),
+    (lambda: settings("cross_entropy", solver="exact"), "solver='exact' is for loss='mse'.*; choose 'lsmr' or 'cg'"),
 ]  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def test_an_option_without_meaning_beside_residuals_is_refused(options: dict[str
     }
     remedy = remedies.get(named, "leave it out")
     assert str(caught.value).startswith(named)
-    assert str(caught.value).endswith(f" has no meaning beside loss='least_squares'; {remedy}")
+    assert str(caught.value).endswith(f" has no meaning beside loss='least_squares' or solver='exact'; {remedy}")
 
 
 @pytest.mark.parametrize("loss", ["mse", "least_squares"])

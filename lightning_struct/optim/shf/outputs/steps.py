@@ -109,6 +109,13 @@ class OutputSteps(Steps):
         Raises:
             TypeError: inputs or targets are missing; targets in a dict, list or tuple.
         """
+        self._check_batch(inputs, targets)
+        self._take_over(now)
+        model = self._model_of(now, inputs, targets)
+        self._diagnose(now, model, inputs)
+        return model
+
+    def _check_batch(self, inputs: Any, targets: Any) -> None:
         if inputs is None or targets is None:
             raise TypeError(
                 "SHF.step needs the batch: step(inputs=..., targets=...). In Lightning put SHFOptimization before the "
@@ -120,10 +127,6 @@ class OutputSteps(Steps):
                 f"SHF.step takes targets as one tensor, got {type(targets).__name__}: pass the tensor itself, with row "
                 "i for sample i. A loss of your own may split its columns"
             )
-        self._take_over(now)
-        model = self._model_of(now, inputs, targets)
-        self._diagnose(now, model, inputs)
-        return model
 
     def choose_damping(self, now: StepState, model: BatchModel) -> None:
         """λ₁ and its bounds from the first batch, if they were not given."""
@@ -246,6 +249,8 @@ class OutputSteps(Steps):
             steps=memory.steps + 1,
             largest_batch=max(model.samples, memory.largest_batch),
             direction=update.direction,
+            first_loss=model.value if memory.first_loss is None else memory.first_loss,
+            last_loss=update.loss,
             max_factor_size=None if self.kronecker is None else self.kronecker.max_size,
             factors=solver.factors,
             factor_damping=solver.factor_damping,
@@ -273,7 +278,7 @@ class OutputSteps(Steps):
         if size != self.kronecker.max_size:
             self._make_factors(size)
 
-    def _model_of(self, now: StepState, inputs: Any, targets: Tensor) -> BatchModel:
+    def _model_of(self, now: StepState, inputs: Any, targets: Any) -> BatchModel:
         check_per_sample(self.settings.preconditioner, self.module)
         layers = self.exact_variance and not now.memory.uncovered
         change = now.memory.change if isinstance(self.settings.damping, NextBatch) else None

@@ -160,6 +160,18 @@ class ResidualBatch:
         """The smallest form; None if J would take a backward pass for each row."""
         return self._form(self.sizes, for_gram=False)
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows of J are computed together, on all processes: rows of the residuals can be told apart."""
+        return all(known for (known,) in gather_numbers([self._batch.product_counts() is not None], self._device))
+
+    @property
+    def multiplications(self) -> int:
+        """By the weight matrices, in a pass of the samples of all processes through the module."""
+        counts = zip(self.counts.values(), self._batch.product_counts() or (), strict=False)
+        sizes = {name: weight.numel() for name, weight in self.weights.by_name.items()}
+        return sum(rows * times * sizes[name] for rows, uses in counts for name, times in uses.items())
+
     def jacobian(self, form: JacobianForm) -> Jacobian:
         """J, (N, P), this process's rows; as a matrix on all processes if one has no other form."""
         jacobian = self._batch.jacobian(self.weights.by_name, form.kept)
@@ -203,6 +215,7 @@ class ResidualModel:
         variance: ‖Var‖₁ of the gradients of single samples, or an estimate without J. A sample is a row of a block. Of
             blocks b with n_b rows it is N Σ_b w_b² tr Σ_b/n_b, N the rows of all: N times the variance of ∇f, so that N
             can stand for the size of the batch in the norm test. None for a batch of one.
+        objective: of the module's outputs, if the residuals are their errors; it evaluates validation data.
 
     Raises:
         ValueError: NaN or infinity in J.
@@ -213,6 +226,7 @@ class ResidualModel:
         self.weights, self.residual, self.value = batch.weights, batch.residual, batch.value
         self.samples, self.rows, self.block_losses = batch.samples, batch.rows, batch.block_losses
         self._passes = batch.passes() if jacobian is None else None
+        self.objective: Any = None
         self.gradient: Tensor
         self.gradient_squared: float
         self.variance: float | None

@@ -60,6 +60,10 @@ class FreeMemory:
             self.too_many[name] = min(rows, too_many)
         return fits
 
+    def suffices_for_exact(self, batch: ResidualBatch) -> bool:
+        """Whether all processes have enough memory for the exact solver."""
+        return self.suffices_for("exact", batch, _memory_of_exact(batch)[1])
+
 
 class ResidualSolver(ABC):
     """Solutions of min ‖r + J d‖² + λ²‖d - d0‖² for any λ.
@@ -247,11 +251,8 @@ def chosen_solver(
     return "exact" if fits and exact <= krylov else "lsmr"
 
 
-def linearized(batch: ResidualBatch, name: str | None, maxiter: int, free_memory: FreeMemory) -> ResidualModel:
-    """The model of a batch, with J in the form that its solver takes.
-
-    LSMR multiplies by outer products, and by columns where these are smaller, as far as they fit into memory; else by
-    passes through the module, and J is not formed.
+def method_of(batch: ResidualBatch, name: str | None, maxiter: int, free_memory: FreeMemory) -> str:
+    """``"exact"`` or ``"lsmr"``.
 
     Args:
         batch: the residuals.
@@ -261,7 +262,6 @@ def linearized(batch: ResidualBatch, name: str | None, maxiter: int, free_memory
 
     Raises:
         MemoryError: ``"exact"`` was asked for, and takes more than is free, on any of the processes.
-        ValueError: NaN or infinity in J.
     """
     if name == "exact":
         _check_memory_of_exact(batch)
@@ -271,13 +271,25 @@ def linearized(batch: ResidualBatch, name: str | None, maxiter: int, free_memory
         name = chosen_solver(*sizes, replace(matrix, numbers=0, cost=0.0), on_gpu=on_gpu)  # however J is kept
         if name == "exact":
             name = chosen_solver(*sizes, batch.form_for_gram, on_gpu=on_gpu)
-        if name == "exact" and not free_memory.suffices_for("exact", batch, _memory_of_exact(batch)[1]):
+        if name == "exact" and not free_memory.suffices_for_exact(batch):
             name = "lsmr"
-    if name == "exact":
-        return ResidualModel(batch, batch.jacobian(batch.form_for_gram), name)
+    return name
+
+
+def linearized(batch: ResidualBatch, method: str, maxiter: int, free_memory: FreeMemory) -> ResidualModel:
+    """The model of a batch, with J in the form that its solver, of :func:`method_of`, takes.
+
+    LSMR multiplies by outer products, and by columns where these are smaller, as far as they fit into memory; else by
+    passes through the module, and J is not formed.
+
+    Raises:
+        ValueError: NaN or infinity in J.
+    """
+    if method == "exact":
+        return ResidualModel(batch, batch.jacobian(batch.form_for_gram), method)
     form = batch.form_for_products
     fits = free_memory.suffices_for("J", batch, _memory_of_products(batch, form, maxiter))  # asked on all processes
-    return ResidualModel(batch, batch.jacobian(form) if form is not None and fits else None, name)
+    return ResidualModel(batch, batch.jacobian(form) if form is not None and fits else None, method)
 
 
 def _check_memory_of_exact(batch: ResidualBatch) -> None:

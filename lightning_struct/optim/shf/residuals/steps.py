@@ -1,5 +1,7 @@
 """Steps of SHF for a module that returns residuals (``loss="least_squares"``)."""
 
+from __future__ import annotations
+
 import logging
 import math
 from collections.abc import Mapping
@@ -9,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.collective import all_gather_unequal, rank
+from lightning_struct.collective import all_gather_unequal, all_reduce, gather_numbers, rank
+from lightning_struct.functional.randomness import random_signs
 from lightning_struct.functional.residuals.jacobians import matrix_form
 from lightning_struct.functional.residuals.penalties import EVERY_N_STEPS, Penalties
 from lightning_struct.functional.residuals.residual_rows import RowRecords
@@ -24,10 +27,11 @@ from lightning_struct.optim.shf.residuals.solvers import (
     KrylovSolver,
     ResidualSolver,
     linearized,
+    method_of,
 )
 from lightning_struct.optim.shf.samples import arguments, check_arguments
 from lightning_struct.optim.shf.settings import Settings, name_of
-from lightning_struct.optim.shf.step_state import Decisions, Memory, StepState
+from lightning_struct.optim.shf.step_state import Memory, StepState
 from lightning_struct.optim.shf.steps import Steps, Update
 
 _log = logging.getLogger(__name__)
@@ -44,6 +48,15 @@ _SMALLEST_FACTOR, _LARGEST_FACTOR, _FASTER = 2.0**0.125, 4.0, 1.5
 # A step is corrected at most so many times, as long as the loss above the prediction falls to the first share, or is
 # more than the second share of the prediction.
 _CORRECTIONS, _GAIN, _REST = 20, 0.8, 0.01
+# Multiplications of JᵀJ and its factorisations in place of a step on outputs: at most so many, in about a second of one
+# core; and at most the lower number, or those of so many passes through the module.
+_LARGEST, _SMALL, _PASSES, _LARGEST_JACOBIAN = 1e10, 1e9, 640, 2**26
+# Noise is looked for above this share of the first loss, and found if the error on new samples has risen so much.
+_NOISE, _TOLERATED, _PROBES = 0.01, 2.0, 8
+_NOISY = (
+    "SHF: the weights stay, since further steps would fit the noise of this batch and raise the error on new samples. "
+    "To fit the batch as well as possible choose solver='exact'"
+)
 # Remedy for a forward that does not take the inputs.
 _FORWARD = (
     "With loss='least_squares' forward gets all of them, measurements too, and returns residuals, as "
@@ -58,13 +71,15 @@ class ResidualSteps(Steps):
         module: returns residuals.
         loss: the weights of their blocks.
         given: the settings as given to the optimizer.
+        stops_at_noise: whether no step is taken that lowers the loss by fitting noise (:meth:`_fits_noise`).
 
     Raises:
         ValueError: a setting that has no meaning here.
     """
 
-    def __init__(self, module: nn.Module, loss: LeastSquares, given: Settings) -> None:
+    def __init__(self, module: nn.Module, loss: LeastSquares, given: Settings, *, stops_at_noise: bool = False) -> None:
         super().__init__(module, loss, given.for_residuals(), exact_variance=True)
+        self._stops_at_noise = stops_at_noise
         self._checks_untrained = True
         self._records, self._free_memory = RowRecords(module), FreeMemory()
 
@@ -85,29 +100,51 @@ class ResidualSteps(Steps):
                 "Lightning put SHFOptimization before the LightningModule: automatic optimization gives an optimizer "
                 "no batch"
             )
+        try:
+            batch = self.residuals(now, inputs, now.weights)
+            model = self.linearized(now, batch, self.method(batch))
+        except TypeError:
+            check_arguments(self.module, arguments(inputs), _FORWARD)
+            raise
+        if self._checks_untrained:
+            self._checks_untrained = False
+            with self._network_draws(now):
+                self.diagnostics.check_untrained(now.weights, model.weights.unflat(model.gradient), model.batch.args)
+        return model
+
+    def residuals(self, now: StepState, inputs: Any, weights: dict[str, Tensor]) -> ResidualBatch:
+        """The residuals of a batch at the current weights, which are given by their names in the module."""
         decisions = now.memory.decisions
         self._records.refused = dict(decisions.refused_rows)
         self._records.whole_batches.refused = decisions.refused_batches
         self._free_memory.too_many = dict(decisions.too_many_rows)
-        name = None if self.settings.solver is None else name_of(self.settings.solver)
         with now.timed("linearize"), self._network_draws(now), self.buffers.watched():
-            try:
-                penalties = Penalties(**decisions.penalties)
-                batch = ResidualBatch(
-                    self._records, self.loss, now.weights, inputs, counts=now.memory.blocks, penalties=penalties.weights
-                )
-            except TypeError:
-                check_arguments(self.module, arguments(inputs), _FORWARD)
-                raise
+            penalties = Penalties(**decisions.penalties).weights
+            return ResidualBatch(
+                self._records, self.loss, weights, inputs, counts=now.memory.blocks, penalties=penalties
+            )
+
+    def method(self, batch: ResidualBatch) -> str:
+        """``"exact"`` or ``"lsmr"``, as the settings or the sizes have it."""
+        name = None if self.settings.solver is None else name_of(self.settings.solver)
+        return method_of(batch, name, self.settings.maxiter, self._free_memory)
+
+    def is_exact_cheap(self, batch: ResidualBatch) -> bool:
+        """Whether the exact solver takes little more time than steps on outputs would, and not too much memory."""
+        shorter, longer = sorted((batch.rows, len(batch.weights.vector)))
+        factorisations = (0.5 * longer + 1.2 * shorter) * shorter**2
+        if factorisations > _LARGEST or longer * shorter > _LARGEST_JACOBIAN or not batch.has_rows:
+            return False
+        is_short = factorisations <= max(_SMALL, _PASSES * batch.multiplications)
+        return is_short and self._free_memory.suffices_for_exact(batch)
+
+    def linearized(self, now: StepState, batch: ResidualBatch, method: str) -> ResidualModel:
+        """The problem of a batch, for the solver ``"exact"`` or ``"lsmr"``."""
         # Autocast is for the module, not for solvers.
         with now.timed("linearize"), torch.autocast(batch.residual.device.type, enabled=False):
-            model = linearized(batch, name, self.settings.maxiter, self._free_memory)
-        if model.method == "exact":
+            model = linearized(batch, method, self.settings.maxiter, self._free_memory)
+        if method == "exact":
             self._warn_of_slow_rows()
-        if self._checks_untrained:
-            self._checks_untrained = False
-            with self._network_draws(now):
-                self.diagnostics.check_untrained(now.weights, model.weights.unflat(model.gradient), batch.args)
         return model
 
     def choose_damping(self, now: StepState, model: ResidualModel) -> None:
@@ -137,7 +174,7 @@ class ResidualSteps(Steps):
                 convergence={name: 0.0},
                 damping_factor=factor,
             )
-        start = now.start(model.weights.vector)
+        start = now.start(model.weights.vector) if self.settings.warm_start.initial else None
         with torch.autocast(model.residual.device.type, enabled=False):
             for center in (None,) if start is None else (start, None):
                 with now.timed("solve"):
@@ -150,6 +187,15 @@ class ResidualSteps(Steps):
                 with now.timed("line_search"):
                     step = steps.best(around, adapts=adapts)
                     factor = steps.factor
+                    if step is not None and self._fits_noise(now, model, solver, step):
+                        self.diagnostics.once("noise", _NOISY)
+                        return Update(
+                            model.value,
+                            damping or around,
+                            "noise",
+                            convergence={"noise": 0.0},
+                            damping_factor=now.memory.decisions.damping_factor,
+                        )
                 if step is not None:
                     d, w = step.direction, model.weights.vector
                     squares = torch.stack([inner(d, d), inner(w, w)]).tolist()
@@ -183,6 +229,30 @@ class ResidualSteps(Steps):
             damping_factor=factor,
         )
 
+    def _fits_noise(self, now: StepState, model: ResidualModel, solver: ResidualSolver, step: DampedStep) -> bool:
+        """Whether generalised cross-validation tells that a step fits noise (Craven and Wahba, 1979).
+
+        With degrees of freedom p of n residuals the error on new samples is f/(1 - p/n)². p = tr J (JᵀJ + μ²)⁻¹ Jᵀ is
+        estimated by random signs. As many damped steps as one of μ shrink the residuals as much: 1/μ² is the sum of
+        the 1/λ² so far. A fit to a hundredth of the first loss has little noise.
+        """
+        memory, decisions = now.memory, now.memory.decisions
+        if not self._stops_at_noise or memory.first_loss is None or step.value <= _NOISE * memory.first_loss:
+            return False
+        inverse_squares, own = decisions.inverse_squares + step.damping**-2, model.residual
+        first = sum(count for (count,) in gather_numbers([len(own)], own.device)[: rank()])
+        generator = torch.Generator(own.device).manual_seed(0)
+        signs = random_signs(_PROBES, model.rows, like=own, generator=generator)[:, first:][:, : len(own)]
+        fitted = [solver.product(solver.solve(probe, inverse_squares**-0.5)).to(own) for probe in signs]
+        degrees = all_reduce(inner(signs, torch.stack(fitted))).item() / _PROBES
+        error = step.value / max(1.0 - degrees / model.rows, _NOISE) ** 2
+        lowest = min(decisions.lowest_error, memory.first_loss)
+        if error > _TOLERATED * lowest:
+            return True
+        decisions = replace(decisions, inverse_squares=inverse_squares, lowest_error=min(error, lowest))
+        now.memory = replace(memory, decisions=decisions)
+        return False
+
     def report(self, now: StepState, model: ResidualModel, update: Update) -> StepReport:
         report = super().report(now, model, update)
         return replace(report, loss_before=model.batch.plain_value, block_weights=model.batch.penalties)
@@ -191,18 +261,22 @@ class ResidualSteps(Steps):
         """λ and γ of the next step, and the memory of this one."""
         group, memory = now.group, now.memory
         group["warm_start"] = self.settings.warm_start.grown(group["warm_start"])
-        if memory.steps == 0 and rank() == 0:
+        if memory.blocks is None and rank() == 0:
             _log.info(
                 f"SHF chose solver={model.method!r} for {model.rows:,} residuals and "
                 f"{len(model.weights.vector):,} parameters, damping={update.damping:.3g}"
             )
         if group["drop"] is not None or group["damping"] is None:
             now.damping = update.damping
-        now.memory = Memory(
+        now.memory = replace(
+            memory,
             steps=memory.steps + 1,
             direction=update.direction,
+            change=None,
+            last_loss=update.loss,
             blocks=model.batch.counts,
-            decisions=Decisions(
+            decisions=replace(
+                memory.decisions,
                 refused_rows=dict(self._records.refused),
                 refused_batches=self._records.whole_batches.refused,
                 too_many_rows=dict(self._free_memory.too_many),

@@ -690,7 +690,7 @@ def _left_alone(model: nn.Module) -> dict[nn.Module, str]:
 
     for name, module in model.named_modules():
         output = getattr(module, "get_output_embeddings", lambda: None)()
-        heads = last(module) if name.rpartition(".")[2] in _HEADS else [output]
+        heads = last(module) if name.rpartition(".")[2].strip("_") in _HEADS else [output]
         found |= {head: f"it is an output layer: {name_it}" for head in heads if head is not None and head not in found}
     return found
 
@@ -736,7 +736,7 @@ def _places(
         elif isinstance(layer, nn.RNNBase | nn.RNNCellBase):
             reason = "it is recurrent"
         elif isinstance(layer, CONVOLUTIONS):
-            reason = f"its weight is made by others, or {type(layer).__name__} has a forward of its own"
+            reason = "its weight is made by others"
         elif ".quantized." in type(layer).__module__ and hasattr(layer, "weight"):
             reason = "it is quantised"
         if parts:
@@ -820,7 +820,8 @@ def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
         )
     kind = kind_of(layer.base)
     tensors = layer.base._parameters | layer.base._buffers  # torch leaves a frozen weight without its norm as a buffer
-    weight = None if kind is None else tensors.get(_matrix_of(layer.base).weight)
+    is_known = kind is not None or has_filters(layer.base)
+    weight = tensors.get(_matrix_of(layer.base).weight) if is_known else None
     own = layer.base._parameters.get("weight")
     if own is not None and (not own.is_floating_point() or not type(own).__module__.startswith("torch.")):
         raise ValueError(

@@ -187,8 +187,8 @@ def why_not_pointwise(convolution: Any) -> str | None:
 
 
 def has_filters(layer: nn.Module) -> bool:
-    """Whether the layer is a convolution, transposed or not, or an embedding, with a plain weight."""
-    return type(layer) in CONVOLUTIONS + _STORED_TRANSPOSED and "weight" in layer._parameters
+    """Whether the layer is a convolution, transposed or not, or an embedding, or derived, with a plain weight."""
+    return isinstance(layer, CONVOLUTIONS + _STORED_TRANSPOSED) and "weight" in layer._parameters
 
 
 def linear_of(layer: Any) -> nn.Linear:
@@ -197,14 +197,14 @@ def linear_of(layer: Any) -> nn.Linear:
     That of a convolution maps patches to channels, of a group each; a transposed one maps a pixel to patches, and an
     embedding an index, with a one at its place, to a vector.
     """
-    if type(layer) in _STORED_TRANSPOSED:
+    if isinstance(layer, _STORED_TRANSPOSED):
         return linear_with(layer.weight.flatten(1).t(), getattr(layer, "bias", None), layer.training)
-    return _as_patch_linear(layer) if type(layer) in CONVOLUTIONS else as_linear(layer)
+    return _as_patch_linear(layer) if isinstance(layer, CONVOLUTIONS) else as_linear(layer)
 
 
 def as_filters(layer: Any, matrix: Tensor) -> Tensor:
     """A matrix as of :func:`linear_of` in the form of the weight of a convolution or of an embedding."""
-    return (matrix.T if type(layer) in _STORED_TRANSPOSED else matrix).reshape(layer.weight.shape)
+    return (matrix.T if isinstance(layer, _STORED_TRANSPOSED) else matrix).reshape(layer.weight.shape)
 
 
 def _as_patch_linear(convolution: Any) -> nn.Linear:

@@ -351,7 +351,15 @@ def test_compiled_model_trains_and_its_state_has_plain_names():
     load_adapter_state_dict(compiled, state)
 
 
+class PaddedConvolution(nn.Conv2d):
+    """A convolution that fills images up itself, as those of efficientnet-lite-pytorch and timm do."""
+
+    def forward(self, x):
+        return super().forward(nn.functional.pad(x, (0, 1, 0, 1)))
+
+
 FILTERS = {
+    "forward of its own": (PaddedConvolution(8, 6, 1, stride=2),),
     "1 x 1": (nn.Conv2d(8, 6, 1, stride=2),),
     "1d": (nn.Conv1d(8, 6, 3, padding="same", padding_mode="reflect"),),
     "groups": (nn.Conv2d(8, 6, (3, 1), groups=2),),
@@ -459,7 +467,7 @@ LEFT = {
     "it is structured": lambda: nn.Sequential(LowRank(8, 8)),
     "it is recurrent": lambda: nn.Sequential(nn.LSTM(8, 8)),
     "it is quantised": lambda: nn.Sequential(torch.ao.nn.quantized.dynamic.Linear(8, 8)),
-    "its weight is made by others, .*": lambda: nn.Sequential(nn.utils.weight_norm(nn.Conv2d(3, 3, 3))),
+    "its weight is made by others": lambda: nn.Sequential(nn.utils.weight_norm(nn.Conv2d(3, 3, 3))),
     "it is an embedding: its full name in include adapts it": lambda: nn.Sequential(nn.Embedding(8, 8)),
     "exclude has it": lambda: nn.Sequential(nn.Linear(8, 8)),
 }
@@ -475,8 +483,15 @@ def test_error_where_nothing_gets_an_adapter_says_why(reason):
 
 def test_heads_and_tied_layers_get_adapters_only_if_they_are_named():
     def network():
-        layers = {"tokens": nn.Embedding(9, 8), "up": nn.Linear(8, 8), "lm": nn.Linear(8, 9), "last": nn.Linear(8, 9)}
+        layers = {
+            "tokens": nn.Embedding(9, 8),
+            "up": nn.Linear(8, 8),
+            "lm": nn.Linear(8, 9),
+            "last": nn.Linear(8, 9),
+            "_fc": nn.Linear(8, 2),
+        }
         heads = nn.ModuleList([nn.Linear(8, 3), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))])
+        layers["_fc"] = nn.Linear(8, 2)
         model = nn.ModuleDict(layers | {"classifier": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), "heads": heads})
         model["lm"].weight = model["tokens"].weight
         model["up"].get_output_embeddings = lambda: model["last"]  # as models of transformers have it
@@ -489,7 +504,7 @@ def test_heads_and_tied_layers_get_adapters_only_if_they_are_named():
         "heads.1.0",
     }
     skipped = replacement_report(model).skipped
-    assert set(skipped) == {"tokens", "lm", "last", "classifier.1", "heads.0", "heads.1.1"}
+    assert set(skipped) == {"tokens", "lm", "last", "_fc", "classifier.1", "heads.0", "heads.1.1"}
     assert skipped["lm"] == "add_adapters: another module has its weight, too: name it in include to adapt it"
     for name in ("last", "classifier.1"):
         assert skipped[name] == "add_adapters: it is an output layer: name it in include to adapt it"

@@ -52,12 +52,11 @@ def recipe_list() -> str:
     """All recipes, by paper: a line for each with its network and its data, and one with its configs."""
     lines = [f"lightning_struct {__version__}", ""]
     for paper in dict.fromkeys(recipe.paper for recipe in RECIPES.values()):
-        lines.append(paper[0].upper() + paper[1:])
+        lines.append(paper)
         for name, recipe in RECIPES.items():
             if recipe.paper == paper:
                 configs = ", ".join(config_names(name))
-                section = f" ({recipe.section})" if recipe.section else ""
-                lines.append(f"  {name:<19} {recipe.trains}{section}. Data: {recipe.data}")
+                lines.append(f"  {name:<19} {recipe.trains} ({recipe.section}). Data: {recipe.data}")
                 lines.append(_indented(f"configs: {configs}", 22))
         lines.append("")
     lines += [
@@ -74,7 +73,7 @@ def config_list(name: str) -> str:
     recipe = RECIPES[name]
     lines = [
         f"{name}: {recipe.trains}",
-        f"from:  {', '.join(filter(None, (recipe.paper, recipe.section)))}",
+        f"from:  {recipe.paper}, {recipe.section}",
         f"data:  {recipe.data}",
         "",
         f"Configs in {config_directory(name)}:",

@@ -14,7 +14,6 @@ LDR_PAPER = "Thomas et al., Learning Compressed Transforms with Low Displacement
 PINN_PAPER = "Dangel, Müller & Zeinhofer, Kronecker-Factored Approximate Curvature for Physics-Informed Neural Networks"
 BURGERS_PAPER = "Raissi, Perdikaris & Karniadakis, Physics-Informed Neural Networks"
 KDV_PAPER = "Zabusky & Kruskal, Interaction of 'Solitons' in a Collisionless Plasma"
-NO_PAPER = "no paper: an example of this package"
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,12 @@ EQUATION = Results(
 
 @dataclass(frozen=True)
 class Recipe:
-    """A task that can be run, most often of a paper.
+    """A task of a paper that can be run.
 
     Attributes:
         trains: the network and the data set, or the equation.
-        paper: the one that the task is from; or that there is none.
-        section: the section of the paper; empty if there is no paper.
+        paper: the one that the task is from.
+        section: the section of the paper.
         data: the source of the data.
         model_class: name in ``lightning_struct.models``: the configured model is of this class or derived from it.
         data_class: name in ``lightning_struct.data``: the data module, configured by ``--data.*``. If the class is

@@ -220,11 +220,6 @@ def diagonal_root(diagonal: Tensor, damping: float) -> DiagonalRoot:
     return DiagonalRoot((diagonal + damping * damping).sqrt_())
 
 
-def unchecked_diagonal_root(diagonal: Tensor, damping: float) -> tuple[DiagonalRoot, Tensor]:
-    """The same without waiting for the device: the root, and whether it is good, a bool tensor ()."""
-    return DiagonalRoot((diagonal + damping * damping).sqrt_()), diagonal.sum().isfinite()
-
-
 def _shifts(pairs: Sequence[tuple[Tensor, Tensor]], damping: float) -> list[Tensor]:
     """π μ and μ/π, (groups,), of each pair of factors in turn."""
     if not pairs:

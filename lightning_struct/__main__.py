@@ -55,9 +55,8 @@ def recipe_list() -> str:
         lines.append(paper)
         for name, recipe in RECIPES.items():
             if recipe.paper == paper:
-                configs = ", ".join(config_names(name))
                 lines.append(f"  {name:<19} {recipe.trains} ({recipe.section}). Data: {recipe.data}")
-                lines.append(_indented(f"configs: {configs}", 22))
+                lines.append(_indented(f"configs: {', '.join(config_names(name))}", 22))
         lines.append("")
     lines += [
         f"Train:          {PROGRAM} RECIPE fit [--config CONFIG]   (the first config listed is the default)",

@@ -14,7 +14,7 @@ from importlib import import_module
 from inspect import isabstract
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zipfile import is_zipfile
 
 import lightning as L
@@ -35,9 +35,6 @@ from lightning_struct.recipes.checkpoints import LAST_CHECKPOINT, newest_checkpo
 from lightning_struct.recipes.messages import EpochLines, noise_filtered, raise_message_of_a_class
 from lightning_struct.utilities.checks import require
 from lightning_struct.utilities.namespaces import MisconfigurationException
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 QUICK, FULL_HELP, SYNTHETIC = "--quick", "--help.full", "--data.synthetic=true"
 TRIAL_BEGINS = "Trial (--quick): a small network, few samples and few steps, to see that everything runs."
@@ -338,7 +335,7 @@ def _default_configs(name: str, arguments: Sequence[str], folder: Path) -> list[
     return [str(file)]
 
 
-def _table(title: str, results: Results, values: dict[str, Mapping[str, float]]) -> "Table":
+def _table(title: str, results: Results, values: dict[str, Mapping[str, float]]) -> Any:
     from rich.table import Table
 
     # an equation whose solution is not known has no error

@@ -18,18 +18,12 @@ from lightning_struct.functional.structured.operators import (
 )
 from lightning_struct.functional.structured.prepared import PreparedMatrix
 from lightning_struct.functional.structured.subdiagonal import (
-    SUBDIAGONAL_METHODS,
     choose_subdiagonal_method,
     prepare_subdiagonal,
     subdiagonal_product,
     subdiagonal_to_dense,
 )
-from lightning_struct.functional.structured.tridiagonal import METHODS as TRIDIAGONAL_METHODS
-from lightning_struct.functional.structured.tridiagonal import (
-    tridiagonal_matmul,
-    tridiagonal_method,
-    tridiagonal_to_dense,
-)
+from lightning_struct.functional.structured.tridiagonal import tridiagonal_matmul, tridiagonal_to_dense
 from lightning_struct.nn.approximation import (
     BalancedCoordinates,
     fit_subdiagonals,
@@ -69,14 +63,11 @@ class LearnedOperatorLinear(GeneratorLinear):
         in_features, out_features, rank, bias, init, pad, device, dtype: see :class:`GeneratorLinear`.
         corner: ``"learned"``: the corners of A and B are parameters, zero at the start; ``"zero"``: there are none, as
             it was in the authors' code, which never trained them.
-        method: how products are computed, ``"auto"`` or one of ``methods``.
 
     Raises:
-        ValueError: as there, or ``corner`` or ``method`` is unknown.
+        ValueError: as there, or ``corner`` is unknown.
     """
 
-    methods: ClassVar[tuple[str, ...]]
-    """The values of ``method`` besides ``"auto"``."""
     _gain_of_rest: ClassVar[float] = 1.06
     corner_name: ClassVar[str]
     """The name of the parameters of corners, ``"corner"`` if an operator has one, ``"corners"`` if it has two."""
@@ -92,15 +83,12 @@ class LearnedOperatorLinear(GeneratorLinear):
         bias: bool = True,
         *,
         corner: Corner = "learned",
-        method: str = "auto",
         init: Init = "variance",
         pad: Pad | None = None,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
-        require_one_of("method", method, ("auto", *self.methods))
         require_one_of("corner", corner, get_args(Corner))
-        self.method = method
         self.corner: Corner = corner
         super().__init__(in_features, out_features, rank, bias, init=init, pad=pad, device=device, dtype=dtype)
 
@@ -192,13 +180,12 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 
     Thomas et al., section 3: M is equation (2) with the operators of Figure 2 (center), and Bᵀ for B.
 
-    ``method="auto"`` takes ``"scaled"``, one level of Fourier transforms, if that is exact enough for the entries of
-    the operators, in float64 if need be, and else ``"tree"``. It looks at the entries in each product, for which the
-    host waits for the device. Where they cannot be read, as when ``vmap`` maps over layers, it is ``"tree"``.
+    Products are computed by ``"scaled"``, one level of Fourier transforms, if that is exact enough for the entries of
+    the operators, in float64 if need be, and else by ``"tree"``. The choice looks at the entries in each product, for
+    which the host waits for the device. If they cannot be read, as when ``vmap`` maps over layers, it is ``"tree"``.
 
     Args:
         in_features, out_features, rank, bias, corner, init, pad, device, dtype: see :class:`LearnedOperatorLinear`.
-        method: ``"auto"``, ``"scaled"``, ``"scaled_float64"`` or ``"tree"``.
 
     Raises:
         ValueError: as there.
@@ -209,14 +196,13 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         (torch.Size([8, 784]), 3136, 'scaled')
     """
 
-    methods = SUBDIAGONAL_METHODS
     weight_names: ClassVar[tuple[str, ...]] = ("G", "H", "subdiagonal_a", "corner_a", "subdiagonal_b", "corner_b")
     corner_name = "corner"
 
     @property
     def method_in_use(self) -> str:
         """The method of products with the operators as they are; in eval mode a dense matrix may be prepared."""
-        return choose_subdiagonal_method(*self._all_weights()[:4]) if self.method == "auto" else self.method
+        return choose_subdiagonal_method(*self._all_weights()[:4])
 
     @property
     def operators(self) -> tuple[SubdiagonalOperator, SubdiagonalOperator]:
@@ -232,9 +218,6 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         a, b = (log_range(subdiagonal.detach()) for subdiagonal in (self.subdiagonal_a, self.subdiagonal_b))
         return a, b
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, method={self.method!r}"
-
     def _all_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         (a, corner_a), (b, corner_b) = self._entries("a"), self._entries("b")
         return a, corner_a.squeeze(0), b, corner_b.squeeze(0), *self._generators()
@@ -243,17 +226,15 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         return subdiagonal_to_dense(*self._all_weights())
 
     def _square_multiply(self, x: Tensor) -> Tensor:
-        return subdiagonal_product(*self._all_weights(), x, method=self.method)
+        return subdiagonal_product(*self._all_weights(), x, method="auto")
 
     def _prepares_dense(self, rows: int) -> bool:
-        if self.method != "auto":
-            return False
         if self.method_in_use == "tree":
             return self.rows * self.columns <= LARGEST_PREPARED_MATRIX
         return prepared_matrix_is_faster(self.rows, self.columns, 2 + 2 * self.rank, rows)
 
     def _prepare_factors(self) -> PreparedMatrix:
-        return self._part(prepare_subdiagonal(*self._all_weights(), method=self.method))
+        return self._part(prepare_subdiagonal(*self._all_weights()))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         state_dict.pop(prefix + "choice", None)  # up to version 0.3 the layer remembered its methods
@@ -271,19 +252,16 @@ class LDRTridiagonal(LearnedOperatorLinear):
 
     Args:
         in_features, out_features, rank, bias, corner, init, pad, device, dtype: see :class:`LearnedOperatorLinear`.
-        method: ``"recurrence"`` takes min(m, n) steps one after the other, ``"giant_steps"`` a sixteenth of them with
-            more work in each; ``"auto"``: the first on a CPU, the second on other devices.
 
     Raises:
         ValueError: as there.
 
     Example:
         >>> layer = LDRTridiagonal(32, 16, rank=2)
-        >>> layer(torch.randn(8, 32)).shape, layer.weight_parameters, layer.method_in_use
-        (torch.Size([8, 16]), 240, 'recurrence')
+        >>> layer(torch.randn(8, 32)).shape, layer.weight_parameters
+        (torch.Size([8, 16]), 240)
     """
 
-    methods = TRIDIAGONAL_METHODS
     corner_name = "corners"
     weight_names: ClassVar[tuple[str, ...]] = (
         *("G", "H", "subdiagonal_a", "diagonal_a", "superdiagonal_a", "corners_a"),
@@ -291,19 +269,14 @@ class LDRTridiagonal(LearnedOperatorLinear):
     )
 
     @property
-    def method_in_use(self) -> str:
-        """The method by which products are computed in training; in eval mode the dense matrix is prepared."""
-        return tridiagonal_method(self.G.device) if self.method == "auto" else self.method
-
-    @property
     def operators(self) -> tuple[TridiagonalOperator, TridiagonalOperator]:
         return TridiagonalOperator(*self._entries("a")), TridiagonalOperator(*self._entries("b"))
 
     def _square_to_dense(self) -> Tensor:
-        return tridiagonal_to_dense(*self.operators, *self._generators(), self.method)
+        return tridiagonal_to_dense(*self.operators, *self._generators())
 
     def _square_multiply(self, x: Tensor) -> Tensor:
-        return tridiagonal_matmul(*self.operators, *self._generators(), x, self.method)
+        return tridiagonal_matmul(*self.operators, *self._generators(), x)
 
     def _refinement(self) -> int:
         # An evaluation multiplies Krylov matrices: O(m n min(m, n)).

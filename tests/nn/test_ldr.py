@@ -22,23 +22,6 @@ def randomised(layer, spread=0.1):
     return layer
 
 
-@pytest.mark.parametrize(
-    ("cls", "methods"), [(LDRSubdiagonal, SUBDIAGONAL_METHODS), (LDRTridiagonal, ["recurrence", "giant_steps"])]
-)
-def test_all_methods_agree(cls, methods):
-    torch.manual_seed(0)
-    x = torch.randn(3, 40, dtype=torch.float64)
-    layers = [cls(40, 30, 2, method=method, dtype=torch.float64) for method in methods]
-    for layer in layers:
-        layer.load_state_dict(randomised(layers[0], 0.05 if layer is layers[0] else 0.0).state_dict())
-    expected = x @ layers[0].to_dense().T
-    for layer, method in zip(layers, methods, strict=True):
-        torch.testing.assert_close(layer(x), expected, rtol=1e-9, atol=1e-9)
-        assert layer.method_in_use == method
-        with torch.no_grad():
-            torch.testing.assert_close(layer.eval()(x), expected, rtol=1e-9, atol=1e-9)
-
-
 STEEP = {  # a change of the operators, and the method from then on
     "none": (lambda layer: None, "scaled"),
     "a zero": (lambda layer: layer.subdiagonal_b[3].fill_(0.0), "tree"),

@@ -198,7 +198,6 @@ def test_prepared_forms_that_are_not_dense(name, rows):
 
 FORMS = {
     "dense": lambda: LDRSubdiagonal(12, 12, dtype=torch.float64),
-    "spectra": lambda: LDRSubdiagonal(12, 12, method="scaled", dtype=torch.float64),
     "toeplitz": lambda: ToeplitzLike(12, 12, 2, dtype=torch.float64),
     "monarch": lambda: Monarch(12, 12, dtype=torch.float64),
 }

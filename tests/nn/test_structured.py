@@ -65,15 +65,12 @@ def test_gradients_have_the_strides_of_their_parameters(name, sizes):
         assert parameter.grad.stride() == parameter.stride()
 
 
-METHODS = {method: partial(LDRSubdiagonal, rank=2, method=method) for method in LDRSubdiagonal.methods}
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", [*NAMES, *METHODS])
+@pytest.mark.parametrize("name", NAMES)
 def test_several_gradients_at_once_are_those_one_after_the_other(name, training):
     torch.manual_seed(0)
-    layer = (FACTORIES | METHODS)[name](12, 7, dtype=torch.float64).train(training).requires_grad_(training)
+    layer = FACTORIES[name](12, 7, dtype=torch.float64).train(training).requires_grad_(training)
     x = inputs(5, 12).requires_grad_()
     y, cotangents = layer(x), inputs(3, 5, 7)
     of = [x, *layer.parameters()] if training else [x]
@@ -326,8 +323,6 @@ def test_what_has_no_nearest_member_is_named(linear, refine, error, message):
         (partial(Monarch, 12, 7, blocks=3, rank=4), "rank must be at most 3, the smaller side of a block 3 x 4, but"),
         (partial(LDRSubdiagonal, 8, 8, corner="free"), "corner must be one of 'learned', 'zero', but is 'free'"),
         (partial(LDRTridiagonal, 8, 8, corner=True), "corner must be one of 'learned', 'zero', but is True"),
-        (partial(LDRSubdiagonal, 8, 8, method="fast"), "method must be one of 'auto', 'scaled', .* but is 'fast'"),
-        (partial(LDRTridiagonal, 8, 8, method="tree"), "method must be one of 'auto', 'recurrence', .* but is 'tree'"),
         (partial(LDRSubdiagonal, 8, 8, pad=True), "pad must be 'square' or None, but is True"),
     ],
 )

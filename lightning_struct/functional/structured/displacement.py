@@ -92,7 +92,7 @@ def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method
         method: ``"krylov"`` multiplies by the two Krylov matrices, for any operators. ``"auto"`` takes the fastest way
             that there is for them; for subdiagonal operators it looks at their entries, for which it waits for the
             device. Any other is one of :func:`subdiagonal_matmul` if A and B are subdiagonal or shifts, transposed
-            or not, and of :func:`tridiagonal_matmul` if they are tridiagonal.
+            or not.
 
     Returns:
         (..., m).
@@ -111,8 +111,8 @@ def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method
     arguments.require_generators(G, H, a.size, b_transposed.size)
     arguments.require_vectors(x, b_transposed.size)
     if method != "krylov" and _is_real(a, b_transposed, G, H, x):
-        if isinstance(a, TridiagonalOperator) and isinstance(b_transposed, TridiagonalOperator):
-            return tridiagonal_matmul(a, b_transposed, G, H, x, method)
+        if method == "auto" and isinstance(a, TridiagonalOperator) and isinstance(b_transposed, TridiagonalOperator):
+            return tridiagonal_matmul(a, b_transposed, G, H, x)
         if isinstance(a, BelowDiagonal) and isinstance(b_transposed, BelowDiagonal):
             G, H, x = _reversed(G, 0, a), _reversed(H, 0, b_transposed), _reversed(x, -1, b_transposed)
             if method == "auto" and isinstance(a, ShiftOperator) and isinstance(b_transposed, ShiftOperator):

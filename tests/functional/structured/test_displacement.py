@@ -129,12 +129,9 @@ def test_formula_2_for_any_pair_of_operators(kind_of_a, kind_of_b):
             torch.testing.assert_close(product, x @ expected.mT, rtol=1e-10, atol=1e-10, msg=message)
 
 
-OF_PAIR = {"shift": ["scaled", "tree", "krylov"], "tridiagonal": ["recurrence", "giant_steps"]}
-
-
-@pytest.mark.parametrize(("kind", "method"), [(kind, method) for kind in OF_PAIR for method in OF_PAIR[kind]])
-def test_methods_of_a_pair_of_operators_by_name(kind, method):
-    a, b = KINDS[kind](6), KINDS[kind](4).T
+@pytest.mark.parametrize("method", ["scaled", "tree", "krylov"])
+def test_methods_of_a_pair_of_operators_by_name(method):
+    a, b = KINDS["shift"](6), KINDS["shift"](4).T
     G, H, x = (gaussian(*shape, seed=k) for k, shape in enumerate([(6, 2), (4, 2), (3, 4)]))
     torch.testing.assert_close(ldr_matmul(a, b, G, H, x, method), x @ definition(a, b, G, H).mT)
 

@@ -23,7 +23,6 @@ import compress
 import growing_batch_size
 import harness
 import papers
-import streaming
 import structured_layers
 import style
 from paper_tables import paper_accuracy
@@ -166,18 +165,16 @@ def poisson() -> Figure:
 @style.readable
 def classes_that_arrive() -> Figure:
     """Accuracies over phases."""
-    (_, _, *columns), *rows = rows_of("guides/continual.md", "| | phase 1")
-    phases = range(1, len(columns))
-    figure = Figure(figsize=(style.WIDTH, 3.6), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for (_, way, *cells), axes in zip(rows, panels.repeat(len(rows) // 2), strict=True):
+    (_, *columns), *rows = rows_of("guides/continual.md", "| phase 1")
+    phases = range(1, 1 + columns.index("mean"))
+    figure = Figure(figsize=(style.WIDTH, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for way, *cells in rows:
         look = {"color": style.color_of(way), "linestyle": "--" if "together" in way else "-", "marker": "o"}
-        label = way.replace("all digits", "all classes")
-        axes.plot(phases, [numbers(cell)[0] for cell in cells[: len(phases)]], label=label, **look)
-    for axes, title in zip(panels, [row[0] for row in rows if row[0]], strict=True):
-        axes.set(title=title, xlabel="phase", ylabel="accuracy so far, %", ylim=(0, 103), xticks=phases)
-        axes.grid()
-    style.legend_below(figure, panels[0], "", columns=2)
+        axes.plot(phases, [numbers(cell)[0] for cell in cells[: len(phases)]], label=way, **look)
+    axes.set(title="CIFAR-10", xlabel="phase", ylabel="accuracy so far, %", ylim=(0, 103), xticks=phases)
+    axes.grid()
+    style.legend_below(figure, axes, "", columns=2)
     return figure
 
 
@@ -258,11 +255,6 @@ def compressed() -> Figure:
 
 def growing() -> Figure:
     return growing_batch_size.draw(harness.load_runs(DATA / "growing_batch_size/times_8"), "cifar_all")
-
-
-def streams() -> Figure:
-    runs = harness.load_runs(DATA / "streaming")
-    return streaming.draw({task: [run for run in runs if run["task"] == task] for task in streaming.TASKS})
 
 
 @style.readable
@@ -368,7 +360,6 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "papers_shf_mnist": partial(of_autoencoder, "mnist", autoencoders.draw_errors, "MNIST digits"),
     "shf_usps": partial(autoencoder_errors, "| 15 s | 30 s | 60 s | 90 s", "Autoencoder of USPS digits", USPS),
     "shf_mnist": partial(autoencoder_errors, "| 30 s | 60 s", "Autoencoder of MNIST digits", MNIST),
-    "streaming": streams,
     "structured_ranks": ranks,
     "structured_speed": speed,
     "usps": usps_of_the_paper,

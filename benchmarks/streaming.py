@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/streaming.py trump segments hyperplane [--seeds 0 1 2]
     OMP_NUM_THREADS=1 python benchmarks/streaming.py speed
+    OMP_NUM_THREADS=1 python benchmarks/streaming.py forgetting
     OMP_NUM_THREADS=1 python benchmarks/streaming.py exactness
 
 Every sample is predicted first and learnt afterwards, once (prequential error). The tasks need no files; river brings
@@ -16,10 +17,11 @@ the first two, and makes the third:
 Features are standardised by the mean and the variance so far, but for RecursiveLinear and river's Bayesian regression,
 which read them less those of the first sample: their scale does not matter there. Targets of a regression are less the
 first one, too. RecursiveLinear learns classes by the squared error of one-hot targets, all others by the cross-entropy.
-The network has 64 hidden units. Each way has the best of its settings in hindsight on the first seed: rates 3e-3 to
-3e-1 in steps of about three, λ of 1, .99, .95, .9. All tasks take about a minute of one core. ``exactness`` compares
-the coefficients with exact rationals after each row from the one on that determines them, on regressions that
-statsmodels brings. ``speed`` takes as many threads as torch is given. The tasks need
+Each way has the best of its settings in hindsight on the first seed: rates 3e-3 to 3e-1 in steps of about three, λ of
+1, .99, .95, .9. All tasks take about a minute of one core. ``speed`` takes as many threads as torch is given.
+``forgetting`` has features that rest, and the textbook's recursion and one that renews its regularization with each row
+beside RecursiveLinear. ``exactness`` compares coefficients with exact rationals, after each row from the one on that
+determines them, on regressions that statsmodels brings. The tasks need
 
     river        pip install river
     statsmodels  pip install statsmodels    exactness alone
@@ -39,20 +41,16 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import harness
-import style
 from harness import Run
 from lightning_struct import RecursiveLinear
 
 RATES = (3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 FORGETTING = (1.0, 0.99, 0.95, 0.9)
 FIXED = (1.0, 0.99)  # λ that are shown whether they are the best or not
-HIDDEN = 64
-WINDOW = 20  # samples whose errors are averaged before they are kept
 TASKS = ("trump", "segments", "hyperplane")
 
 
@@ -131,10 +129,13 @@ class Learner(Protocol):
 
 
 class Trained:
-    """A torch module and its optimizer."""
+    """A linear layer, from zeros, and its optimizer."""
 
-    def __init__(self, module: nn.Module, make: Callable[..., Any], loss: Callable[..., Tensor]) -> None:
-        self.module, self.optimizer, self.loss = module, make(module.parameters()), loss
+    def __init__(self, data: Stream, make: Callable[..., Any], loss: Callable[..., Tensor]) -> None:
+        self.module = nn.Linear(data.inputs.shape[1], data.outputs).double()
+        for parameter in self.module.parameters():
+            nn.init.zeros_(parameter)
+        self.optimizer, self.loss = make(self.module.parameters()), loss
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
@@ -204,47 +205,29 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return 0.5 * (outputs - targets.view_as(outputs)).square().sum() / len(outputs)
 
 
-def linear(data: Stream, seed: int) -> nn.Module:
-    module = nn.Linear(data.inputs.shape[1], data.outputs).double()
-    for parameter in module.parameters():
-        nn.init.zeros_(parameter)
-    return module
-
-
-def network(data: Stream, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(data.inputs.shape[1], HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, data.outputs)).double()
-
-
 @dataclass(frozen=True)
 class Way:
     """Learners of one kind, by a setting; exact linear ones need no standardised features."""
 
     settings: Sequence[Any]
-    make: Callable[[Stream, int, Any], Learner]
+    make: Callable[[Stream, Any], Learner]
     standardised: bool = True
 
 
-def of_torch(model: Callable[[Stream, int], nn.Module], kind: Callable[..., Any], loss: Callable[..., Tensor]) -> Any:
-    return lambda data, seed, rate: Trained(model(data, seed), partial(kind, lr=rate), loss)
+def of_torch(kind: Callable[..., Any], loss: Callable[..., Tensor]) -> Any:
+    return lambda data, rate: Trained(data, partial(kind, lr=rate), loss)
 
 
 def ways(task: str) -> dict[str, Way]:
     loss = squared_error if task == "trump" else F.cross_entropy
-    found = {
+    return {
         "the last target, or the most frequent class": Way(
-            [None], lambda data, seed, _: LastTarget(data.outputs, data.classes > 0)
+            [None], lambda data, _: LastTarget(data.outputs, data.classes > 0)
         ),
-        "RecursiveLinear": Way(FORGETTING, lambda data, seed, forgetting: Recursive(data, forgetting), False),
-        "SGD": Way(RATES, of_torch(linear, torch.optim.SGD, loss)),
-        "Adam": Way(RATES, of_torch(linear, torch.optim.Adam, loss)),
+        "RecursiveLinear": Way(FORGETTING, Recursive, False),
+        "SGD": Way(RATES, of_torch(torch.optim.SGD, loss)),
+        "Adam": Way(RATES, of_torch(torch.optim.Adam, loss)),
         **ways_of_river(task),
-    }
-    if task == "hyperplane":
-        return found
-    return found | {
-        "network: SGD": Way(RATES[:4], of_torch(network, torch.optim.SGD, loss)),
-        "network: Adam": Way(RATES[:4], of_torch(network, torch.optim.Adam, loss)),
     }
 
 
@@ -252,7 +235,7 @@ def ways_of_river(task: str) -> dict[str, Way]:
     from river import linear_model, optim
 
     def way(settings: Sequence[Any], make: Callable[[Any], Any], standardised: bool = True) -> Way:
-        return Way(settings, lambda data, seed, setting: OfRiver(make(setting), data.classes), standardised)
+        return Way(settings, lambda data, setting: OfRiver(make(setting), data.classes), standardised)
 
     if task == "trump":
         bayesian = linear_model.BayesianLinearRegression
@@ -270,7 +253,7 @@ def ways_of_river(task: str) -> dict[str, Way]:
 
 def run(task: str, name: str, setting: Any, seed: int, data: Stream) -> Run:
     way = ways(task)[name]
-    learner, read = way.make(data, seed, setting), data.standardised if way.standardised else data.inputs
+    learner, read = way.make(data, setting), data.standardised if way.standardised else data.inputs
     errors, began = [], time.process_time()
     for inputs, targets in zip(read.split(1), data.targets.split(1), strict=True):
         errors.append(data.errors(learner.predict(inputs), targets))
@@ -284,7 +267,6 @@ def run(task: str, name: str, setting: Any, seed: int, data: Stream) -> Run:
         "seed": seed,
         "error": joined.mean().item(),
         "late": joined[-len(joined) // 4 :].mean().item(),
-        "curve": [round(part.mean().item(), 4) for part in joined.split(WINDOW)],
         "microseconds": 1e6 * seconds / len(joined),
     }
 
@@ -363,6 +345,73 @@ def print_speed() -> None:
         for other, time_of_it in seconds.items():
             shown = f"{1e6 * time_of_it / rows:.1f}", f"{1e6 * of_layer / rows:.1f}", f"{of_layer / time_of_it:.2f}"
             harness.print_row(f"{name}; {other}", *shown)
+
+
+# --- forgetting -------------------------------------------------------------------------------------------------------
+
+LENGTH, REST = 3000, slice(600, 2800)
+
+
+def resting_streams(seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Inputs, the last one a constant, and targets without noise, by name; some inputs rest from row 600 to 2,800."""
+    random, one, rows = np.random.default_rng(seed), np.ones(LENGTH), np.arange(LENGTH)
+    moving, sensor = 5 + random.standard_normal((2, LENGTH))
+    first, second, large = random.standard_normal((3, LENGTH))
+    hours, years = rows % 12, rows / 365
+    sensor[REST], second[REST], hours[REST] = 5, 1, hours[REST] % 6
+    found = {
+        "a sensor rests": ([sensor], 2 * sensor + 1),
+        "a feature is there twice": ([moving, moving], 2 * moving + 1),
+        "six of twelve hours, one-hot": (np.eye(12)[hours].T, np.sin(hours) + 1),
+        "a slope jumps, another feature rests": ([first, second], np.where(rows < 1500, 1, 3) * first + 2 * second),
+        "a year, and a feature of scale 1e6": ([1950 + years, 1e6 * large], 0.3 * years + large),
+    }
+    return {name: (np.stack([*inputs, one], 1), targets) for name, (inputs, targets) in found.items()}
+
+
+def by_inverse(inputs: np.ndarray, targets: np.ndarray, forgetting: float) -> Iterator[float]:
+    """Predictions of the textbook's recursion of P."""
+    P, w = np.eye(inputs.shape[1]), np.zeros(inputs.shape[1])
+    for x, y in zip(inputs, targets, strict=True):
+        yield x @ w
+        u = P @ x
+        k = u / (forgetting + x @ u)
+        w, P = w + k * (y - x @ w), (P - np.outer(k, u)) / forgetting
+
+
+def by_constant_prior(inputs: np.ndarray, targets: np.ndarray, forgetting: float) -> Iterator[float]:
+    """Predictions if each row renews the regularization, δ = 1, around the weights of that time."""
+    unit, w = np.eye(inputs.shape[1]), np.zeros(inputs.shape[1])
+    A = unit
+    for x, y in zip(inputs, targets, strict=True):
+        yield x @ w
+        A = forgetting * A + np.outer(x, x) + (1 - forgetting) * unit
+        w = w + np.linalg.solve(A, x) * (y - x @ w)
+
+
+def by_layer(inputs: np.ndarray, targets: np.ndarray, forgetting: float) -> Iterator[float]:
+    layer = RecursiveLinear(inputs.shape[1], 1, bias=False, forgetting=forgetting, dtype=torch.float64)
+    for x, y in zip(torch.from_numpy(inputs).split(1), torch.from_numpy(targets)[:, None].split(1), strict=True):
+        yield layer(x).item()
+        layer.update(x, y)
+
+
+def print_forgetting(seeds: Sequence[int]) -> None:
+    """Root mean square error of predictions in the second half, and the largest when what rested moves again."""
+    ways = {"textbook": by_inverse, "renewed with each row": by_constant_prior, "RecursiveLinear": by_layer}
+    for forgetting in (0.99, 0.9):
+        harness.print_header(f"λ = {forgetting}", *ways)
+        found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for seed in seeds:
+            for name, (inputs, truth) in resting_streams(seed).items():
+                targets = truth + 0.1 * np.random.default_rng(100 + seed).standard_normal(LENGTH)
+                for way, predict in ways.items():
+                    errors = np.fromiter(predict(inputs, targets, forgetting), float) - truth
+                    pair = np.sqrt(np.mean(errors[LENGTH // 2 :] ** 2)), np.abs(errors[REST.stop :]).max()
+                    found.setdefault(name, {}).setdefault(way, []).append(pair)
+        for name, cells in found.items():
+            medians = (np.median(pairs, 0) for pairs in cells.values())
+            harness.print_row(name, *("; ".join(f"{value:.2g}" for value in pair) for pair in medians))
 
 
 # --- exactness --------------------------------------------------------------------------------------------------------
@@ -477,69 +526,31 @@ def print_table(task: str, runs: Sequence[Run]) -> None:
         harness.print_row(way, setting, harness.spread(errors, form), harness.spread(late, form), cost)
 
 
-SHOWN = (
-    "RecursiveLinear, λ = 1.0",
-    "RecursiveLinear",
-    "SGD",
-    "Adam",
-    "network: Adam",
-    "river LinearRegression",
-    "river SoftmaxRegression",
-    "river LogisticRegression",
-)
-TITLES = {
-    "trump": "Approval of a president, a linear regression that drifts",
-    "segments": "Patches of images, seven classes",
-    "hyperplane": "Sides of a plane that turns, two classes",
-}
-
-
-@style.readable
-def draw(by_task: dict[str, list[Run]]) -> Figure:
-    """Errors over samples, averaged over the last 200 of them and over seeds."""
-    figure = Figure(figsize=(style.WIDTH, 3.4 * len(by_task)), layout="constrained")
-    for axes, (task, runs) in zip(figure.subplots(len(by_task), squeeze=False)[:, 0], by_task.items(), strict=True):
-        for way, best in chosen_runs(runs).items():
-            if way not in SHOWN:
-                continue
-            curve = torch.tensor([r["curve"] for r in best]).mean(0)
-            curve = curve if task == "trump" else 100 * curve
-            smooth = F.avg_pool1d(F.pad(curve[None], (9, 0), "replicate"), 10, 1)[0]
-            axes.plot([WINDOW * (i + 1) for i in range(len(smooth))], smooth, color=style.color_of(way), label=way)
-        axes.set_ylim(0, None)
-        if task == "trump":
-            axes.set_ylim(0, 1.0)
-        unit = "absolute error, points" if task == "trump" else "wrong answers, %"
-        axes.set(title=TITLES[task], xlabel="samples seen", ylabel=unit)
-        axes.grid()
-        axes.legend(loc="upper right", ncols=2)
-    return figure
-
-
 def main() -> None:
     parser = harness.make_parser(__doc__)
     parser.add_argument(
         "tasks",
         nargs="+",
-        choices=(*TASKS, "speed", "exactness"),
-        help="speed: blocks and rows beside numpy and Woodbury's formula; exactness: coefficients after each row",
+        choices=(*TASKS, "speed", "forgetting", "exactness"),
+        help="speed: blocks and rows beside numpy and Woodbury's formula; forgetting: features that rest; "
+        "exactness: coefficients after each row",
     )
     harness.add_run_options(parser, "streaming")
     options = parser.parse_args()
     if "speed" in options.tasks:
         return print_speed()
+    if "forgetting" in options.tasks:
+        return print_forgetting(options.seeds)
     if "exactness" in options.tasks:
         return print_exactness()
     runs: list[Run] = []
     for task in options.tasks:
-        for seed in options.seeds:
+        for seed in options.seeds if task != "trump" else options.seeds[:1]:  # it has one order, and nothing is random
             runs = harness.load_runs(options.output)
             data = stream(task, seed)
             settings = {name: way.settings for name, way in ways(task).items()}
             if seed != options.seeds[0]:
                 settings = chosen_settings([r for r in runs if r["task"] == task])
-                if task == "trump":  # it has one order, and nothing random but the networks
-                    settings = {name: values for name, values in settings.items() if name.startswith("network")}
             cells = [(name, setting) for name, values in settings.items() for setting in values]
             jobs = {harness.run_name(task, *cell, seed, 1): partial(run, task, *cell, seed, data) for cell in cells}
             runs = harness.run_all(options.output, jobs, options.report)

@@ -185,6 +185,13 @@ def test_the_growing_batch_is_compared_with_the_users_own(capsys: pytest.Capture
     assert "| 0.1000 / 0.1100 / 0.1200 | 0.0900 / 0.0900 / 0.0900 | -0.0200 | 0.0200 |" in printed
 
 
+def test_a_branch_that_changes_nothing_ends_as_the_run_that_it_continues() -> None:
+    module = import_module("growing_batch_size_at_end")
+    options = SimpleNamespace(seed=0, share=0.01, synthetic=True, data_dir="")
+    run = module.Branches(import_module("growing_batch_size").TASKS["usps"], options)
+    assert run.branch({0.8: 1}, False) == run.own != run.branch({0.9: 2}, False)
+
+
 @pytest.mark.parametrize("classes", [False, True])
 def test_structured_layers_are_timed_beside_a_dense_one(classes: bool, capsys: pytest.CaptureFixture[str]) -> None:
     module = import_module("structured_layers")

@@ -10,10 +10,12 @@ import math
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,9 @@ PACKAGE = Path(lightning_struct.__file__).parent
 PACKAGES = ("", ".functional", ".optim", ".nn", ".callbacks", ".models", ".data")
 MODULES = [import_module(f"lightning_struct{name}") for name in PACKAGES]
 PUBLIC = {name: getattr(module, name) for module in MODULES for name in module.__all__}
-OWN_ERRORS = (TypeError, ValueError, FloatingPointError, MisconfigurationException)
+OWN_ERRORS = (
+    TypeError, ValueError, FloatingPointError, FileNotFoundError, ZeroDivisionError, MisconfigurationException
+)  # fmt: skip
 # What the package returns or calls, and nobody makes.
 MADE_HERE = {
     "ConjugateGradientResult", "CurveFit", "Derivatives", "GaussNewtonLoss", "GradientStatistics", "LayerCall",
@@ -82,6 +86,34 @@ def linearized() -> F.Linearization:
     layer = linear()
     return F.linearize(layer, dict(layer.named_parameters()), matrix)
 
+
+def made(name: str) -> Any:
+    """An object of a class, by its right call."""
+    return PUBLIC[name](**CALLS[name]())
+
+
+REGIONS: dict[str, Callable[[], data.Region]] = {
+    "Box": lambda: box,
+    "Faces": lambda: data.Faces(box),
+    "Ball": lambda: data.Ball([0.0, 0.0], 1.0),
+    "Segment": lambda: data.Segment([0.0, 0.0], [1.0, 1.0]),
+    "Union": lambda: data.Union(box, box),
+    "Without": lambda: data.Without(box, data.Ball([0.5, 0.5], 0.1)),
+    "Table": lambda: data.Table(points),
+}
+# Methods that people call, with their objects.
+OBJECTS: dict[str, Callable[[], Any]] = {
+    **{f"{name}.sample": region for name, region in REGIONS.items()},
+    **{f"{name}.contains": REGIONS[name] for name in ("Box", "Ball", "Union", "Without")},
+    **{f"{name}.residual": partial(made, name) for name in ("AllenCahn", "Heat", "KortewegDeVries", "Poisson")},
+    **{f"{name}.solution": partial(made, name) for name in ("Burgers", "Heat", "Poisson")},
+    **{f"ShiftOperator.{method}": partial(made, "ShiftOperator") for method in ("matvec", "rmatvec")},
+    **{f"RecursiveLinear.{method}": partial(made, "RecursiveLinear")
+       for method in ("update", "predictive_variance", "add_inputs", "add_outputs")},
+    **{f"{name}.forward": partial(made, name) for name in ("AdaptedLinear", "StructuredLSTM", "BlockStructured",
+                                                           "TanhNetwork")},
+    "SHF.fit": lambda: optim.SHF(linear(), "least_squares"),
+}  # fmt: skip
 
 LOSSES = [
     f"{loss}.{method}"
@@ -209,6 +241,21 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "PrunedLinear.from_linear": lambda: {"linear": linear(), "parameters": 9},
     "SHF.step": lambda: {"inputs": matrix, "targets": matrix},
     "RLS.step": lambda: {"closure": lambda: matrix.sum()},
+    **dict.fromkeys([f"{name}.sample" for name in REGIONS],
+                    lambda: {"count": 4, "generator": torch.Generator().manual_seed(0)}),
+    **dict.fromkeys([f"{name}.contains" for name in ("Box", "Ball", "Union", "Without")], lambda: {"points": points}),
+    **dict.fromkeys([name for name in OBJECTS if name.endswith(".residual")],
+                    lambda: {"block": "interior", "u": lambda at: at.square().sum(1), "points": points}),
+    **dict.fromkeys([name for name in OBJECTS if name.endswith(".solution")], lambda: {"points": points}),
+    **dict.fromkeys([name for name in OBJECTS if name.endswith("matvec")], lambda: {"v": vector}),
+    **dict.fromkeys(("RecursiveLinear.add_inputs", "RecursiveLinear.add_outputs"), lambda: {"number": 2}),
+    "RecursiveLinear.update": lambda: {"x": matrix, "y": matrix},
+    "RecursiveLinear.predictive_variance": lambda: {"x": matrix},
+    "AdaptedLinear.forward": lambda: {"input": matrix},
+    "StructuredLSTM.forward": lambda: {"x": torch.rand(5, 2, 4)},
+    "BlockStructured.forward": lambda: {"input": torch.rand(2, 2, 3)},
+    "TanhNetwork.forward": lambda: {"points": points},
+    "SHF.fit": lambda: {"inputs": matrix, "max_steps": 2},
     "vandermonde_like_matmul": lambda: {"nodes": vector, "x": vector, **generators},
 }  # fmt: skip
 
@@ -216,18 +263,48 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 FREE = {
     "Matrix": "its fields are checked by register_layer",
     "keep_batch": "it returns its argument",
-    "SubdiagonalOperator corner": "it may be a number",
+    "linearize args": "the function decides about them",
     "randomized_gauss_newton_diagonal targets": "the curvature of the squared error does not depend on them",
 }
 # Values that are accepted, and right, where the annotation does not show it.
 RIGHT = {
+    "nan": {"armijo first_value", "reduction_ratio_rule reduction_ratio"},
+    "lists": {"IndependentDraws dataset"},
+    "text": {"IndependentDraws dataset"},
+    "array": {"IndependentDraws dataset"},
+    "set": {"GradientNormRecorder samples"},
+    "one NaN": {
+        "replace_conv example",
+        "sparse_normal_ weight",
+        "laplacian points",
+        *(f"{name}.contains points" for name in REGIONS),
+    },  # such a point is in no region
+    "sparse": {"TanhNetwork.forward points"},
+    "fraction": {"SubdiagonalOperator corner"},
+    "inf": {
+        "theta",
+        "upper",
+        "max_damping",
+        "maximum",
+        "half_life",
+        "armijo first_value",
+        "curve_fit sigma",
+        "next_batch_rule fitted",
+        "reduction_ratio_rule reduction_ratio",
+    },
     "true": {"BinaryCrossEntropy.value targets", "BinaryCrossEntropy.residual targets", "BatchedTensorDataset tensors"},
     "imaginary": {"BatchedTensorDataset tensors", "displacement_rank M"},
-    "not finite": {"replace_conv example", "sparse_normal_ weight", "laplacian points"},
+    "not finite": {
+        "replace_conv example",
+        "sparse_normal_ weight",
+        "laplacian points",
+        *(f"{name}.contains points" for name in REGIONS),
+    },
 }
 # Words of an annotation that has a meaning for values of another type.
 MEANT = {
-    "something": (), "nan": (), "complex": (), "lists": (), "None": ("None",), "bool": ("bool",), "text": ("str",),
+    **dict.fromkeys(("something", "nan", "inf", "complex", "set", "bytes", "lists"), ()),
+    "None": ("None",), "bool": ("bool",), "text": ("str",),
     "texts": ("Sequence[str", "Iterable[str"), "list": ("Sequence", "Iterable", "Dataset"),
     "dict": ("Mapping", "Iterable", "Sequence[str | nn.Module]", "Dataset"), "class": ("Callable", "type[", "Factory"),
 }  # fmt: skip
@@ -237,7 +314,7 @@ OTHERS: dict[str, Any] = {
     "None": None, "text": "foo", "something": object(), "list": [], "dict": {}, "nan": math.nan, "inf": math.inf,
     "negative": -1, "0": 0, "huge": 2**62, "fraction": 2.5, "complex": 1j, "bool": True,
     "whole tensor": torch.ones(2, dtype=torch.long), "class": int, "texts": ["a"], "lists": [[1.0], [2.0, 3.0]],
-    "nans": [math.nan],
+    "nans": [math.nan], "set": {1}, "bytes": b"x", "array": np.ones(3), "2**70": 2**70,
 }  # fmt: skip
 TENSORS: dict[str, Callable[[Tensor], Any]] = {
     "empty": lambda tensor: tensor.new_empty(0),
@@ -254,9 +331,11 @@ TENSORS: dict[str, Callable[[Tensor], Any]] = {
     "meta": lambda tensor: tensor.to("meta"),
     "sparse": lambda tensor: tensor.to_sparse(),
     "nested": lambda tensor: torch.nested.nested_tensor([tensor.reshape(-1)]),
-    "quantized": lambda tensor: torch.quantize_per_tensor(tensor, 0.1, 0, torch.quint8),
+    "quantized": lambda tensor: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.quint8),
     "not finite": lambda tensor: tensor * math.nan,
     "infinite": lambda tensor: tensor * math.inf,
+    "one NaN": lambda tensor: torch.cat([tensor.new_tensor([math.nan]), tensor.reshape(-1)[1:]]).view(tensor.shape),
+    "8 bits": lambda tensor: tensor.to(torch.float8_e4m3fn),
 }
 LAYERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "of no layers": lambda module: nn.Identity(),
@@ -269,6 +348,8 @@ LAYERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 def made_by(name: str) -> Callable[..., Any]:
     """The function, the class, or the method of an object of the class."""
     of_class, _, method = name.partition(".")
+    if name in OBJECTS:
+        return getattr(OBJECTS[name](), method)
     if name == "InMemoryDataModule":
         return Ones
     if not method or method == "from_linear":
@@ -305,8 +386,8 @@ def cases(name: str) -> Iterator[tuple[str, str, Any]]:
             fresh = CALLS[name]()[argument] if isinstance(value, nn.Module) and not several else value
             yield argument, kind, (change(fresh),) if several else change(fresh)
         for kind, other in OTHERS.items():
-            if kind == "huge" and key in ("refine", "iterations", "intervals"):
-                continue  # it would only take long
+            if kind == "huge" and key in ("refine", "iterations", "intervals", "count"):
+                continue  # it would only take long, or more memory than there is
             if other is not value and not (kind == "class" and callable(value)):
                 yield argument, kind, (other,) if several else other
 
@@ -314,6 +395,7 @@ def cases(name: str) -> Iterator[tuple[str, str, Any]]:
 def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, nn.Module):
         return [*value.parameters(), *value.buffers()]
+    value = getattr(value, "outputs", value)  # of a linearization
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -345,14 +427,15 @@ def fault_of(name: str, argument: str, kind: str, value: Any) -> str | None:
     if kind in MEANT:
         is_default = kind == "None" and parameter.default is None
         return None if is_default or any(word in str(parameter.annotation) for word in MEANT[kind]) else "accepted"
-    if kind in ("true", "nested", "sparse", "quantized"):
+    if kind in ("true", "nested", "sparse", "quantized", "8 bits"):
         return "accepted"
     is_function = not inspect.isclass(made_by(name))
     if kind == "imaginary" and is_function and not any(tensor.is_complex() for tensor in tensors_in(result)):
         return "the imaginary part is dropped"
-    if kind in ("nans", "not finite") and is_function:
-        return None if has_nan(result) else "NaN is not noticed"
-    if kind not in ("not finite", "infinite", "inf") and has_nan(result):
+    if kind in ("nans", "not finite", "one NaN") and is_function:
+        is_said = getattr(result, "reason", None) == ["not_finite"]  # of a fit
+        return None if is_said or has_nan(result) else "NaN is not noticed"
+    if kind not in ("not finite", "one NaN", "infinite", "inf") and has_nan(result):
         return "NaN from finite numbers"
     return None
 

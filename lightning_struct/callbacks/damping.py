@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_struct.functional.checks import is_real
+from lightning_struct.functional.checks import is_extended, is_real
 from lightning_struct.functional.solvers.damping import MAX_DAMPING, check_levenberg_marquardt, reduction_ratio_rule
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check
@@ -54,7 +54,7 @@ class LevenbergMarquardtDamping(Callback):
         self.drop, self.lower, self.upper = drop, lower, upper
         self.min_damping, self.max_damping = min_damping, max_damping
         for name, number in vars(self).items():
-            check(name, number, is_real(number), "a number")
+            check(name, number, is_extended(number), "a number")
         try:
             check_levenberg_marquardt(**vars(self))
         except ValueError as error:

@@ -80,7 +80,7 @@ class ValidationMeritStopping(Callback):
         check_counts(patience=patience)
         check("restore_best", restore_best, isinstance(restore_best, bool), "True or False")
         check("mode", mode, mode in ("min", "max"), "'min' or 'max'")
-        check("min_delta", min_delta, is_real(min_delta) and min_delta >= 0, "a number >= 0")
+        check("min_delta", min_delta, is_real(min_delta) and min_delta >= 0, "a finite number >= 0")
         check_positive(merit_samples=merit_samples)
         self.monitor, self.patience, self.restore_best = monitor, patience, restore_best
         self.mode, self.min_delta, self.merit_samples = mode, min_delta, merit_samples

@@ -3,14 +3,14 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_struct.data.regions import Box, Faces, Region
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import Points, check_calls, checked
 from lightning_struct.functional.jacobian.derivatives import laplacian, partial_derivatives
 from lightning_struct.utilities.checks import check, check_counts, is_count
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -64,8 +64,12 @@ class DifferentialEquation(ABC):
     unknowns: int = 1
     reference: tuple[Tensor, Tensor] | None = None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_calls(cls, "residual", "solution")
+
     @abstractmethod
-    def residual(self, block: str, u: Field, points: Tensor) -> Tensor:
+    def residual(self, block: str, u: Field, points: Points) -> Tensor:
         """Residuals of a function at points of a block, each of its own point alone.
 
         Args:
@@ -90,7 +94,7 @@ class DifferentialEquation(ABC):
             )
         return {block: self.residual(block, u, at) for block, at in points.items()}
 
-    def solution(self, points: Tensor) -> Tensor:
+    def solution(self, points: Points) -> Tensor:
         """The solution at points (n, d): in the shape of the values of ``u``, mostly (n,).
 
         Raises:
@@ -174,13 +178,13 @@ class Poisson(DifferentialEquation):
         self.regions = {"interior": self.domain, "boundary": Faces(self.domain)}
         self.coordinates = tuple("xyz"[:dimension] if dimension <= 3 else [f"x{i + 1}" for i in range(dimension)])
 
-    def residual(self, block: str, u: Field, points: Tensor) -> Tensor:
+    def residual(self, block: str, u: Field, points: Points) -> Tensor:
         if block == "boundary":
             return u(points) - self.solution(points)
         eigenvalue = math.pi**2 * (points.shape[1] if self.form == "product" else 1)  # -Δu = f is a multiple of u
         return -laplacian(u, points) - eigenvalue * self.solution(points)
 
-    def solution(self, points: Tensor) -> Tensor:
+    def solution(self, points: Points) -> Tensor:
         return (math.pi * points).sin().prod(1) if self.form == "product" else (math.pi * points).cos().sum(1)
 
 
@@ -215,7 +219,7 @@ class Heat(DifferentialEquation):
         self.conductivity = conductivity
         self.domain, self.regions = _line_in_time(0.0, 1.0)
 
-    def residual(self, block: str, u: Field, points: Tensor) -> Tensor:
+    def residual(self, block: str, u: Field, points: Points) -> Tensor:
         if block == "boundary":
             return u(points)
         if block == "initial":
@@ -223,7 +227,7 @@ class Heat(DifferentialEquation):
         _, first, second = partial_derivatives(u, points, once=[1], twice=[0])
         return first[1] - self.conductivity * second[0]
 
-    def solution(self, points: Tensor) -> Tensor:
+    def solution(self, points: Points) -> Tensor:
         x, t = points.unbind(1)
         return (-self.conductivity * math.pi**2 * t).exp() * (math.pi * x).sin()
 
@@ -262,7 +266,7 @@ class Burgers(DifferentialEquation):
         roots, weights = np.polynomial.hermite.hermgauss(_QUADRATURE_NODES)
         self._roots, self._log_weights = torch.from_numpy(roots), torch.from_numpy(weights).log()
 
-    def residual(self, block: str, u: Field, points: Tensor) -> Tensor:
+    def residual(self, block: str, u: Field, points: Points) -> Tensor:
         if block == "boundary":
             return u(points)
         if block == "initial":
@@ -270,7 +274,7 @@ class Burgers(DifferentialEquation):
         values, first, second = partial_derivatives(u, points, once=[1], twice=[0])
         return first[1] + values * first[0] - self.viscosity * second[0]
 
-    def solution(self, points: Tensor) -> Tensor:
+    def solution(self, points: Points) -> Tensor:
         x, t = (column[:, None] for column in points.double().unbind(1))
         y = x - (4 * self.viscosity * t).sqrt() * self._roots.to(points.device)
         # the exponents reach 1/2πν: as a softmax the quotient has no overflow, whatever ν

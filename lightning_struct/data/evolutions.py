@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_struct.data.equations import Box, DifferentialEquation, Field, Region
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import Points, checked
 from lightning_struct.functional.jacobian.derivatives import partial_derivatives
 from lightning_struct.utilities.checks import check
 
@@ -29,7 +29,7 @@ class _Integrated(DifferentialEquation):
     def _table(self) -> Tensor:
         """Values (places, times) on a regular grid of the domain, ends included."""
 
-    def solution(self, points: Tensor) -> Tensor:
+    def solution(self, points: Points) -> Tensor:
         """The solution at points (n, 2) of the domain: (n,).
 
         Raises:
@@ -69,7 +69,7 @@ class AllenCahn(_Integrated):
         check("reaction", reaction, 0 < reaction < math.inf, "positive and finite")
         self.diffusion, self.reaction = diffusion, reaction
 
-    def residual(self, block: str, u: Field, points: Tensor) -> Tensor:
+    def residual(self, block: str, u: Field, points: Points) -> Tensor:
         if block == "initial":
             x = points[:, 0]
             return u(points) - x**2 * (math.pi * x).cos()
@@ -103,7 +103,7 @@ class KortewegDeVries(_Integrated):
         check("dispersion", dispersion, 0.02 <= dispersion < math.inf, "at least 0.02")
         self.dispersion = dispersion
 
-    def residual(self, block: str, u: Field, points: Tensor) -> Tensor:
+    def residual(self, block: str, u: Field, points: Points) -> Tensor:
         if block == "initial":
             return u(points) - (math.pi * points[:, 0]).cos()
         found = partial_derivatives(u, points, once=[1], thrice=[0])

@@ -6,12 +6,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import as_tensor, checked
+from lightning_struct.functional.checks import Count, Points, as_tensor, check_calls, checked, positive_size
 from lightning_struct.utilities.namespaces import MisconfigurationException
+
+
+def _check_dimension(points: Tensor, dimension: int) -> None:
+    if points.shape[1] != dimension:
+        raise ValueError(f"points must be (n, {dimension}), but are {tuple(points.shape)}")
 
 
 class Region(ABC):
@@ -32,8 +38,12 @@ class Region(ABC):
 
     size: int | None = None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_calls(cls, "sample", "contains")
+
     @abstractmethod
-    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+    def sample(self, count: Count, generator: torch.Generator) -> Tensor:
         """``count`` points, uniformly distributed; a region of several parts may stratify them.
 
         Args:
@@ -44,7 +54,7 @@ class Region(ABC):
             (count, d), float64.
         """
 
-    def contains(self, points: Tensor) -> Tensor:
+    def contains(self, points: Points) -> Tensor:
         """Whether points (n, d) are in the region, (n,), bool.
 
         Raises:
@@ -86,7 +96,7 @@ class Box(Region):
         """Coordinates of a point."""
         return len(self.low)
 
-    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+    def sample(self, count: Count, generator: torch.Generator) -> Tensor:
         return self.low + (self.high - self.low) * torch.rand(
             count, self.dimension, generator=generator, dtype=torch.float64
         )
@@ -110,7 +120,7 @@ class Box(Region):
                     [1., 0.],
                     [1., 2.]], dtype=torch.float64)
         """
-        along = int(count ** (1 / self.dimension) + 1e-9)
+        along = int(positive_size("count", count) ** (1 / self.dimension) + 1e-9)
         if along < 2:
             raise MisconfigurationException(
                 f"A grid of {count} points has none for each of the {2**self.dimension} corners: ask for more"
@@ -119,7 +129,8 @@ class Box(Region):
         axes = [torch.linspace(low, high, along, dtype=torch.float64) for low, high in ends]
         return torch.cartesian_prod(*axes).reshape(-1, self.dimension)
 
-    def contains(self, points: Tensor) -> Tensor:
+    def contains(self, points: Points) -> Tensor:
+        _check_dimension(points, self.dimension)
         return ((points >= self.low.to(points)) & (points <= self.high.to(points))).all(1)
 
     def check_inside(self, points: Tensor, name: str) -> None:
@@ -177,7 +188,7 @@ class Faces(Region):
         shares = torch.tensor([areas[side] for side, _ in self._sides], dtype=torch.float64)
         self._areas = shares / shares.sum()
 
-    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+    def sample(self, count: Count, generator: torch.Generator) -> Tensor:
         points = self.box.sample(count, generator)
         drawn = self._draw_faces(count, generator)
         for number, (coordinate, corner) in enumerate(self._sides):
@@ -236,10 +247,11 @@ class Ball(_Round):
         """The points at the distance of the radius."""
         return Sphere(self.center.tolist(), self.radius)
 
-    def contains(self, points: Tensor) -> Tensor:
+    def contains(self, points: Points) -> Tensor:
+        _check_dimension(points, len(self.center))
         return (points - self.center.to(points)).norm(dim=1) <= self.radius
 
-    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+    def sample(self, count: Count, generator: torch.Generator) -> Tensor:
         lengths = torch.rand(count, 1, generator=generator, dtype=torch.float64) ** (1 / len(self.center))
         return self.center + self.radius * lengths * _directions(count, len(self.center), generator)
 
@@ -259,7 +271,7 @@ class Sphere(_Round):
         tensor([2., 2.], dtype=torch.float64)
     """
 
-    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+    def sample(self, count: Count, generator: torch.Generator) -> Tensor:
         return self.center + self.radius * _directions(count, len(self.center), generator)
 
 
@@ -286,7 +298,7 @@ class Segment(Region):
         if self.start.shape != self.end.shape or not torch.stack([self.start, self.end]).isfinite().all():
             raise MisconfigurationException(f"A segment has two finite ends, not {list(start)} and {list(end)}")
 
-    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+    def sample(self, count: Count, generator: torch.Generator) -> Tensor:
         return self.start + (self.end - self.start) * torch.rand(count, 1, generator=generator, dtype=torch.float64)
 
 
@@ -310,13 +322,13 @@ class Without(Region):
     def __init__(self, region: Region, *holes: Region) -> None:
         self.region, self.holes = region, holes
 
-    def contains(self, points: Tensor) -> Tensor:
+    def contains(self, points: Points) -> Tensor:
         return self.region.contains(points) & self._is_left(points)
 
     def _is_left(self, points: Tensor) -> Tensor:
         return ~torch.stack([hole.contains(points) for hole in self.holes]).any(0)
 
-    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+    def sample(self, count: Count, generator: torch.Generator) -> Tensor:
         found = self.region.sample(0, generator)
         for _ in range(1000):
             if len(found) >= count:
@@ -351,10 +363,10 @@ class Union(Region):
             )
         self._ends = of_all.cumsum(0) / of_all.sum()
 
-    def contains(self, points: Tensor) -> Tensor:
+    def contains(self, points: Points) -> Tensor:
         return torch.stack([region.contains(points) for region in self.regions]).any(0)
 
-    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+    def sample(self, count: Count, generator: torch.Generator) -> Tensor:
         start = torch.rand((), generator=generator, dtype=torch.float64)  # shares are rounded up or down at random
         ends = (count * self._ends + start).floor()
         numbers = ends.diff(prepend=torch.zeros(1, dtype=torch.float64)).long().tolist()
@@ -378,11 +390,11 @@ class Product(Region):
     def __init__(self, first: Region, last: Region) -> None:
         self.first, self.last = first, last
 
-    def contains(self, points: Tensor) -> Tensor:
+    def contains(self, points: Points) -> Tensor:
         columns = self.first.sample(0, torch.Generator()).shape[1]
         return self.first.contains(points[:, :columns]) & self.last.contains(points[:, columns:])
 
-    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+    def sample(self, count: Count, generator: torch.Generator) -> Tensor:
         return torch.cat([region.sample(count, generator) for region in (self.first, self.last)], dim=1)
 
 
@@ -416,5 +428,5 @@ class Table(Region):
         """Number of rows."""
         return len(self.rows)
 
-    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+    def sample(self, count: Count, generator: torch.Generator) -> Tensor:
         return self.rows[torch.randperm(len(self.rows), generator=generator)[:count]]

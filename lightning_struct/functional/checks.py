@@ -3,7 +3,7 @@
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, partial, wraps
 from inspect import signature, unwrap
 from itertools import chain
@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
-Measured = Annotated[float, "it may be NaN"]
+Measured = Annotated[float, "it may be NaN or infinite"]
+Extended = Annotated[float, "it may be infinite"]
+Positive = Annotated[float, "> 0"]
+NotNegative = Annotated[float, ">= 0"]
+Size = Annotated[int, ">= 1"]
+Count = Annotated[int, ">= 0"]
+Points = Annotated[Tensor, "(n, d), real"]
 Tests = list[tuple[Callable[[Any], bool], str]]  # of a value, one of which must hold, with words for right values
 
 # A warning points at the first caller outside of these.
@@ -41,13 +47,25 @@ def is_integer(value: object) -> bool:
 
 
 def is_real(value: object) -> bool:
-    """Whether a value is a real number, infinity among them; NaN, True and False are none.
+    """Whether a value is a finite real number, an integer one of 64 bits; True and False are none.
 
     Example:
         >>> [is_real(value) for value in (3, 0.5, float("inf"), float("nan"), True, "3", None)]
-        [True, True, True, False, False, False, False]
+        [True, True, False, False, False, False, False]
     """
-    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+    if not isinstance(value, Real) or isinstance(value, Integral):
+        return is_integer(value)
+    return bool(abs(value) <= sys.float_info.max)  # type: ignore[operator]
+
+
+def is_extended(value: object) -> bool:
+    """Whether a value is a real number or infinite; NaN, True and False are none.
+
+    Example:
+        >>> [is_extended(value) for value in (0.5, float("-inf"), float("nan"))]
+        [True, True, False]
+    """
+    return is_real(value) or (isinstance(value, float) and math.isinf(value))
 
 
 def positive_size(name: str, value: object) -> int:
@@ -67,19 +85,21 @@ def _is_instance(kind: type, value: object) -> bool:
 
 
 def _is_dense(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_quantized or value.is_nested)
+    if not isinstance(value, Tensor) or value.is_quantized or value.is_nested:
+        return False
+    return value.layout == torch.strided and not (value.is_floating_point() and value.dtype.itemsize == 1)
 
 
 def _is_device(value: object) -> bool:
     try:
-        return isinstance(value, torch.device | str) and torch.device(value) is not None
-    except RuntimeError:  # an unknown name
+        return isinstance(value, torch.device | str) and torch.empty(0, device=value) is not None
+    except (RuntimeError, AssertionError):  # an unknown name, or a device that is not there
         return False
 
 
 def _are(any_of: Tests, kind: type, values: object) -> bool:
     """Whether a value is of a kind that has elements, and these are right; strings are not taken for their letters."""
-    if not isinstance(values, kind) or isinstance(values, str):
+    if not isinstance(values, kind) or isinstance(values, str | bytes):
         return False
     return all(any(holds(value) for holds, _ in any_of) for value in values)  # type: ignore[attr-defined]
 
@@ -113,7 +133,7 @@ def as_tensor(what: str, value: object) -> Tensor:
     """
     try:
         if isinstance(value, (int, float, list, tuple)):
-            value = torch.tensor(value, dtype=torch.float64)
+            value = torch.tensor(value, dtype=None if torch.tensor(value).dtype == torch.bool else torch.float64)
         elif not isinstance(value, Tensor) and hasattr(value, "__array__"):
             value = torch.tensor(value.__array__())
     except (TypeError, ValueError, RuntimeError) as error:
@@ -150,10 +170,16 @@ def _described(value: object) -> str:
 # What arguments take that are not instances of the class that annotates them, with a test and its name.
 _TESTS: dict[Any, tuple[Callable[[Any], bool], str]] = {
     Tensor: (lambda value: _is_dense(value) and value.dtype != torch.bool, "a dense tensor"),
-    float: (is_real, "a real number"),
+    float: (is_real, "a finite real number"),
+    Extended: (is_extended, "a real number"),
     Measured: (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a real number"),
     int: (lambda value: is_integer(value) or isinstance(value, torch.SymInt), "a whole number"),
-    torch.device: (_is_device, "a device"),
+    Positive: (lambda value: is_real(value) and value > 0, "a finite number > 0"),
+    NotNegative: (lambda value: is_real(value) and value >= 0, "a finite number >= 0"),
+    Size: (lambda value: is_integer(value) and value >= 1, "a whole number >= 1"),
+    Count: (lambda value: is_integer(value) and value >= 0, "a whole number >= 0"),
+    Points: (lambda v: _is_dense(v) and v.is_floating_point() and v.ndim == 2 and not v.is_meta, "real points (n, d)"),
+    torch.device: (_is_device, "a device that is there"),
     type(None): (lambda value: value is None, "None"),
 }
 
@@ -161,13 +187,14 @@ _TESTS: dict[Any, tuple[Callable[[Any], bool], str]] = {
 def checked(function: Checked) -> Checked:
     """Refuse arguments of other types than the annotations of a function or class say.
 
-    An argument is compared if all of its types are classes: numbers, which must not be NaN, and the elements of
-    sequences and tuples, too. Nothing is compared while a graph is compiled. The range of a number and the words of a
-    ``Literal`` are left to the function.
+    An argument is compared if all of its types are classes: numbers, which must be finite, and the elements of
+    sequences and tuples, too. Nothing is compared while a graph is compiled. The words of a ``Literal`` are left to
+    the function, and ranges other than those of the names above.
 
     Raises:
         TypeError: in a call; the message names the argument.
-        NotFinite: NaN for a number that is not ``Measured``; likewise.
+        ValueError: a number out of range; likewise.
+        NotFinite: NaN or infinity for a number that is not ``Measured`` or ``Extended``; likewise.
 
     Example:
         >>> checked(lambda length: 2 * length)(2)  # without annotations all is right
@@ -190,6 +217,17 @@ def checked(function: Checked) -> Checked:
     return checking  # type: ignore[return-value]
 
 
+def check_calls(of: type, *names: str) -> None:
+    """Have methods that a class defines refuse arguments as :func:`checked` does.
+
+    Args:
+        of: the class.
+        *names: of the methods; those that the class does not define are passed over.
+    """
+    for name in {*names} & vars(of).keys():
+        setattr(of, name, checked(vars(of)[name]))
+
+
 def check_types(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
     """Refuse arguments as :func:`checked` does, in a function that cannot be wrapped, because it reads its caller.
 
@@ -206,8 +244,10 @@ def _check_types(function: Callable[..., Any], arguments: Iterable[tuple[str, An
         if isinstance(value, Tensor) and on_meta.setdefault(value.is_meta, name) and len(on_meta) == 2:
             raise TypeError(f"{on_meta[True]} is on the meta device, without numbers, and {on_meta[False]} is not")
         if (any_of := tests.get(name)) and not any(holds(value) for holds, _ in any_of):
-            error = NotFinite if isinstance(value, float) and math.isnan(value) else TypeError
-            raise error(f"{name} must be {' or '.join(takes for _, takes in any_of)}, got {_described(value)}")
+            takes = " or ".join(takes for _, takes in any_of)
+            error: type[Exception] = ValueError if is_real(value) and ">" in takes else TypeError  # out of range
+            error = NotFinite if isinstance(value, float) and not math.isfinite(value) else error
+            raise error(f"{name} must be {takes}, got {_described(value)}")
 
 
 @cache
@@ -231,7 +271,7 @@ def _tests(annotation: Any, scope: dict[str, Any]) -> Tests:
             continue
         if part in _TESTS or kind in _TESTS:
             tests.append(_TESTS.get(part) or _TESTS[kind])
-        elif kind in (Sequence, tuple) and (elements := _tests_of_elements(part, scope)):
+        elif kind in (Sequence, Collection, tuple) and (elements := _tests_of_elements(part, scope)):
             tests.append((partial(_are, elements, kind), f"a {kind.__name__} of which each is {elements[0][1]}"))
         elif isinstance(kind, type) and kind is not Any and getattr(kind, "_is_runtime_protocol", True):
             tests.append((partial(_is_instance, kind), f"a {kind.__name__}"))

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.checks import check_dense
 from lightning_struct.functional.torch_tools import norms_of_each
 
 Vector: TypeAlias = Tensor | Mapping[str, Tensor]
@@ -23,6 +24,8 @@ def leaves(vector: Any, like: Vector | None = None, name: str = "a vector") -> l
         return [t.detach() for t in matching_tensors(vector, like, name)]
     _check_type(vector, name)
     tensors = [vector] if isinstance(vector, Tensor) else list(vector.values())
+    for tensor in tensors:
+        check_dense(name, tensor, has_numbers=True)
     if others := {t.dtype for t in tensors} - {torch.float32, torch.float64}:
         raise TypeError(f"{name} must hold float32 or float64 numbers, got {', '.join(sorted(map(str, others)))}")
     return [t.detach() for t in tensors]
@@ -46,6 +49,8 @@ def matching_tensors(vector: Vector, like: Vector, name: str) -> list[Tensor]:
     if any(t.shape != expected.shape for t, expected in pairs):
         shapes, expected_shapes = ([tuple(t.shape) for t in side] for side in zip(*pairs, strict=True))
         raise ValueError(f"{name} has the shapes {shapes}, expected {expected_shapes}")
+    for t, expected in pairs:
+        check_dense(name, t, has_numbers=not expected.is_meta)
     return [t for t, _ in pairs]
 
 

@@ -143,9 +143,9 @@ class Classifier(Task):
         self.save_hyperparameters(ignore=["network", "optimizer", "lr_scheduler"])
         if "_instantiator" in self.hparams:  # from a command line: there the network is plain data, which can be saved
             self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
-        self.network, self.num_classes, self.loss = network, num_classes, loss
-        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
-        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.network, self.num_classes, self.loss = network, int(num_classes), loss
+        self.val_accuracy = MulticlassAccuracy(self.num_classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(self.num_classes, average="micro")
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Outputs of the network, (n, num_classes) or (n, num_classes, steps)."""

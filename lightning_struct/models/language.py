@@ -294,7 +294,7 @@ class RecurrentNetwork(nn.Module):
         if cell not in CELLS:
             raise MisconfigurationException(f"cell must be 'lstm' or 'rnn', but is {cell!r}")
         self.embedding = nn.Embedding(vocabulary_size, embedding_size, padding_idx=PADDING)
-        self.recurrent = CELLS[cell](embedding_size, hidden_size, num_layers, batch_first=True)
+        self.recurrent = CELLS[cell](int(embedding_size), int(hidden_size), int(num_layers), batch_first=True)
         self.output = nn.Linear(hidden_size, num_classes)
 
     def forward(self, words: Tensor) -> Tensor:

@@ -152,6 +152,7 @@ class IntervalNetwork(nn.Module):
         self.finished = nn.ModuleList(_with_fixed_weights(self.current) for _ in range(intervals - 1))
         self.register_buffer("number", torch.zeros((), dtype=torch.long))
 
+    @checked
     def forward(self, points: Tensor) -> Tensor:
         """Values (n,) or (n, k) at points (n, d); after the interval that is trained they are those of its network."""
         return self._chosen(points, [u(points) for u in self._functions()])
@@ -337,6 +338,7 @@ class PhysicsInformedNetwork(Task):
                 f"{', '.join(self.equation.regions)}: give both the same equation"
             )
 
+    @checked
     def forward(self, points: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Residuals at points (n, d) by block: (n,), or (n, k) if a point has k conditions."""
         if self.training and isinstance(self.network, IntervalNetwork):

@@ -101,7 +101,7 @@ def lenet(
     check_positive(hidden=units)
     stages = (
         nn.Flatten(),
-        nn.Unflatten(1, (channels, size, size)),
+        nn.Unflatten(1, (int(channels), int(size), int(size))),
         *(nn.Conv2d(channels, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(6, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
         nn.Flatten(),

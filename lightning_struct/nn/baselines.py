@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.checks import checked, positive_size, require_real
+from lightning_struct.functional.checks import Positive, Size, checked, positive_size, require_real
 from lightning_struct.functional.structured.arguments import computing_dtype
 from lightning_struct.functional.structured.cost_model import (
     making_is_faster,
@@ -196,7 +196,7 @@ def reduced_hidden_units(in_features: int, out_features: int, parameters: int, *
 
 
 @checked
-def sparse_normal_(weight: Tensor, connections: int, std: float = 1.5) -> Tensor:
+def sparse_normal_(weight: Tensor, connections: Size, std: Positive = 1.5) -> Tensor:
     """Fill ``weight`` in place such that every unit has few, strong incoming connections.
 
     Of the ``in_features`` weights of each unit, ``min(connections, in_features)`` at random places are drawn from
@@ -220,9 +220,6 @@ def sparse_normal_(weight: Tensor, connections: int, std: float = 1.5) -> Tensor
         [15, 15, 15, 15, 15, 15, 15, 15, 15, 15]
     """
     require_real(2, weight=weight)
-    positive_size("connections", connections)
-    if not 0 < std < math.inf:
-        raise ValueError(f"std must be positive and finite, but is {std}")
     in_features = weight.shape[1]
     zeros = max(in_features - connections, 0)
     # sparse_ zeroes ceil(sparsity * rows) entries of each column: half an entry below the count is safe from rounding

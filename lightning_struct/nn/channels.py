@@ -104,6 +104,7 @@ class PatchLinear(_FilterLinear):
         self.padding = padding
         self.dilation = dilation
 
+    @checked
     def forward(self, input: Tensor) -> Tensor:
         """(n, out_channels, height, width) for (n, in_channels, height, width), or with the kernel's dimensions."""
         if is_traced(input):

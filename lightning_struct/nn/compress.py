@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_struct.functional.checks import checked, is_real
+from lightning_struct.functional.checks import NotNegative, Positive, checked
 from lightning_struct.functional.torch_tools import in_eval_mode
 from lightning_struct.nn.approximation import relative_error, truncated_factors
 from lightning_struct.nn.channels import CONVOLUTIONS, as_matrix, in_place_of
@@ -42,8 +42,8 @@ def compress(
     model: Model,
     data: Iterable[Any] | Tensor,
     *,
-    budget: float | None = None,
-    max_loss_increase: float | None = None,
+    budget: Positive | None = None,
+    max_loss_increase: NotNegative | None = None,
     loss: BatchLoss | None = None,
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
@@ -99,7 +99,12 @@ def compress(
         >>> sum(parameter.numel() for parameter in model.parameters()) <= 0.5 * 4810
         True
     """
-    check_goal(budget, max_loss_increase)
+    if (budget is None) == (max_loss_increase is None):
+        both = "both are" if budget is not None else "neither is"
+        raise ValueError(
+            f"compress needs one goal, but {both} given: budget=0.25 for a quarter of the parameters, or "
+            "max_loss_increase=0.02 for the smallest model whose loss has risen by no more"
+        )
     _check_has_values(model)
     batches = [data] if isinstance(data, Tensor) else list(data)
     if not batches:
@@ -263,26 +268,6 @@ def _small_ends(layers: Iterable[nn.Module], called: Sequence[nn.Module]) -> set
 
 def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def check_goal(budget: float | None, max_loss_increase: float | None) -> None:
-    """Check the goal of a compression.
-
-    Raises:
-        ValueError: neither or both are given, or one is out of range or no number.
-    """
-    if (budget is None) == (max_loss_increase is None):
-        both = "both are" if budget is not None else "neither is"
-        raise ValueError(
-            f"compress needs one goal, but {both} given: budget=0.25 for a quarter of the parameters, or "
-            "max_loss_increase=0.02 for the smallest model whose loss has risen by no more"
-        )
-    if budget is None:
-        assert max_loss_increase is not None
-        if not (is_real(max_loss_increase) and max_loss_increase >= 0):
-            raise ValueError(f"max_loss_increase must be a number that is not negative, but is {max_loss_increase!r}")
-    elif not (is_real(budget) and 0 < budget < float("inf")):
-        raise ValueError(f"budget must be positive and finite, parameters or a share of them, but is {budget!r}")
 
 
 def _check_has_values(model: nn.Module) -> None:

@@ -138,6 +138,7 @@ class BlockStructured(nn.Module):
         in_group = self.out_channels // self.groups
         return torch.block_diag(*(torch.cat(rows[at : at + in_group]) for at in range(0, len(rows), in_group)))
 
+    @checked
     def forward(self, input: Tensor) -> Tensor:
         """The products: (batch, l, ...) for an input (batch, k, ...); without the batch if the input has none.
 

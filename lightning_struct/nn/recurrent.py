@@ -133,7 +133,7 @@ class StructuredLSTM(nn.Module):
             zeros = x.new_zeros(len(self.directions), batch, self.hidden_size)
             state = zeros, zeros
         else:
-            if isinstance(state, Tensor) or len(state) != 2:
+            if isinstance(state, Tensor) or [isinstance(part, Tensor) for part in state] != [True, True]:
                 raise TypeError("the state of StructuredLSTM is a pair (h, c), as it returns it")
             expected = (len(self.directions), *((batch,) if batched else ()), self.hidden_size)
             for name, part in zip("hc", state, strict=True):

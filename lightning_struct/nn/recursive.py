@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import all_gather_unequal, broadcast_numbers, world_size
-from lightning_struct.functional.checks import check_dense, checked, is_integer, is_real
+from lightning_struct.functional.checks import Positive, check_dense, checked, is_extended, is_integer, is_real
 from lightning_struct.functional.curvature.weighted_ridge import WeightedRidge
 
 _FLOATS = torch.float32, torch.float64
@@ -67,20 +67,18 @@ class RecursiveLinear(nn.Linear):
         bias: bool = True,
         forgetting: float = 1.0,
         half_life: float | None = None,
-        regularization: float = 1.0,
+        regularization: Positive = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         if half_life is not None:
             if forgetting != 1:
                 raise ValueError(f"give forgetting or half_life, not both: got {forgetting!r} and {half_life!r}")
-            if not (is_real(half_life) and half_life > 0):
+            if not (is_extended(half_life) and half_life > 0):
                 raise ValueError(f"half_life must be a number of rows > 0, got {half_life!r}")
             forgetting = 0.5 ** (1 / half_life)
         if not (is_real(forgetting) and 0 < forgetting <= 1):
             raise ValueError(f"forgetting must be in (0, 1], got {forgetting!r}")
-        if not (is_real(regularization) and 0 < regularization < float("inf")):
-            raise ValueError(f"regularization must be a finite number > 0, got {regularization!r}")
         _check_number("in_features", in_features)
         _check_number("out_features", out_features)
         self.forgetting, self._first_regularization = float(forgetting), float(regularization)

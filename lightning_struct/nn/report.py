@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from lightning_struct.functional.checks import checked, positive_size
+from lightning_struct.functional.checks import Size, checked
 from lightning_struct.functional.layers.registry import hidden_layers
 from lightning_struct.nn.attention import why_not_called
 from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, why_not_linear, why_not_pointwise
@@ -138,7 +138,7 @@ def _class_of(layer: StructuredLinear) -> str:
 
 
 @checked
-def jacobian_norms(layer: StructuredLinear | nn.Linear, iterations: int = 20) -> dict[str, float]:
+def jacobian_norms(layer: StructuredLinear | nn.Linear, iterations: Size = 20) -> dict[str, float]:
     """Spectral norms ‖∂M/∂θ‖ of the Jacobian of the matrix M by each parameter θ. An ``nn.Linear`` has 1.
 
     A small step of θ moves M by up to that many times as much (Frobenius norms). Gradients are larger than those of a
@@ -162,7 +162,6 @@ def jacobian_norms(layer: StructuredLinear | nn.Linear, iterations: int = 20) ->
     """
     if isinstance(layer, nn.Linear):
         return {"weight": 1.0} if layer.weight.requires_grad else {}
-    positive_size("iterations", iterations)
     layer.check_values()
     weights = ((name, getattr(layer, name)) for name in layer.weight_names)
     trained = {name: weight for name, weight in weights if weight is not None and weight.requires_grad}

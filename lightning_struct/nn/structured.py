@@ -93,7 +93,7 @@ class StructuredLinear(nn.Module):
         super().__init__()
         self.in_features = positive_size("in_features", in_features)
         self.out_features = positive_size("out_features", out_features)
-        if dtype is not None and not dtype.is_floating_point:
+        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
             raise TypeError(f"{type(self).__name__} computes with real floating-point numbers, but dtype is {dtype}")
         self.register_parameter("bias", None)
         if bias:

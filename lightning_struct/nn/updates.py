@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -319,7 +318,7 @@ def check_options(scale: float | None, learned_diagonals: Sides, dropout: float 
     Raises:
         ValueError: one is out of range.
     """
-    if scale is not None and (not is_real(scale) or scale == 0 or not math.isfinite(scale)):
+    if scale is not None and (not is_real(scale) or scale == 0):
         raise ValueError(f"scale must be finite and not 0, with which nothing is trained, but is {scale!r}")
     require_one_of("learned_diagonals", learned_diagonals, get_args(Sides))
     if not is_real(dropout) or not 0 <= dropout < 1:

@@ -544,7 +544,7 @@ def test_strategies_that_shard_the_weights_are_refused(callback):
     [
         ("monitor", "", "the name of a metric"),
         ("patience", 0, "at least 1"),
-        ("min_delta", -1.0, "a number >= 0"),
+        ("min_delta", -1.0, "a finite number >= 0"),
         ("merit_samples", 0, "at least 1"),
     ],
 )

@@ -115,11 +115,11 @@ with torch.no_grad():
     ZERO.weight.zero_()
     ZERO.bias.zero_()
 WRONG = {
-    "budget must be positive": {"budget": 0},
-    "budget must be positive and finite.*but is inf": {"budget": float("inf")},
+    "budget must be a finite number > 0 .*got 0": {"budget": 0},
+    "budget must be a finite number > 0 .*got inf": {"budget": float("inf")},
     "compress needs one goal, but neither is given": {"budget": None},
     "compress needs one goal, but both are given": {"max_loss_increase": 0.1},
-    "max_loss_increase must be a number that is not negative": {"budget": None, "max_loss_increase": -0.1},
+    "max_loss_increase must be a finite number >= 0": {"budget": None, "max_loss_increase": -0.1},
     "compress measures losses on data, but data has no batches": {"data": []},
     r"loss returns a tensor \(16, 3\) for a batch": {"loss": lambda model, batch: model(batch[0])},
     "the loss of the model on data is not finite": {"loss": lambda model, batch: torch.tensor(torch.nan)},

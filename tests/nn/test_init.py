@@ -32,8 +32,8 @@ def test_weight_is_filled_in_place_and_still_a_parameter():
     ("weight", "connections", "std", "message"),
     [
         (torch.empty(3), 2, 1.0, r"shape \(3,\)"),
-        (torch.empty(3, 4), 0, 1.0, "connections must be a positive integer, but is 0"),
-        (torch.empty(3, 4), 2, -1.0, "std must be positive and finite, but is -1.0"),
+        (torch.empty(3, 4), 0, 1.0, "connections must be a whole number >= 1, got 0"),
+        (torch.empty(3, 4), 2, -1.0, "std must be a finite number > 0, got -1.0"),
     ],
 )
 def test_wrong_arguments_are_named(weight, connections, std, message):

@@ -18,7 +18,7 @@ from lightning_struct.callbacks.growing_batch_size.stationarity import window_le
 from lightning_struct.callbacks.runs import Run
 from lightning_struct.callbacks.validation import DueValidation, MonitoredValue
 from lightning_struct.collective import broadcast_numbers, world_size
-from lightning_struct.functional.checks import is_real
+from lightning_struct.functional.checks import is_extended, is_real
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check, check_positive
 from lightning_struct.utilities.distributed import compare_batches
@@ -152,7 +152,7 @@ class GrowingBatchSize(Callback):
         check_positive(max_batch_size=max_batch_size)
         if max_device_batch_size != "auto":
             check_positive(max_device_batch_size=max_device_batch_size)
-        check("theta", theta, theta is None or (is_real(theta) and theta > 0), "a number > 0, or None")
+        check("theta", theta, theta is None or (is_extended(theta) and theta > 0), "a number > 0, or None")
         check("scale_lr", scale_lr, scale_lr in (None, "sqrt", "linear"), "'sqrt', 'linear', or None")
         share = is_real(max_overhead) and 0 < max_overhead <= 1
         check("max_overhead", max_overhead, share, "a share of the time, in (0, 1]")

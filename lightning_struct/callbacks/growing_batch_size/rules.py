@@ -58,10 +58,8 @@ class ValidationRule:
     def __post_init__(self) -> None:
         named = self.monitor is None or (isinstance(self.monitor, str) and self.monitor != "")
         check("monitor", self.monitor, named, "the name of a metric, or None")
-        is_finite = is_real(self.threshold) and abs(self.threshold) < math.inf
-        check("threshold", self.threshold, is_finite, "a finite number")
-        grows = is_real(self.growth) and 1 <= self.growth < math.inf
-        check("growth", self.growth, grows, "a finite number >= 1")
+        check("threshold", self.threshold, is_real(self.threshold), "a finite number")
+        check("growth", self.growth, is_real(self.growth) and self.growth >= 1, "a finite number >= 1")
         check("window", self.window, is_count(self.window), "a whole number >= 1")
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import checked, require_real
+from lightning_struct.functional.checks import NotNegative, checked, require_real
 from lightning_struct.functional.jacobian.linearization import Linearization
 from lightning_struct.functional.jacobian.losses import GaussNewtonLoss
 from lightning_struct.functional.randomness import random_signs
@@ -95,7 +95,7 @@ def jacobi_scaling(diagonal: Tensor) -> Tensor:
 
 
 @checked
-def fisher_scaling(diagonal: Tensor, damping: float) -> Tensor:
+def fisher_scaling(diagonal: Tensor, damping: NotNegative) -> Tensor:
     """c with c² = (F + λ²)^(-3/4), Martens' (2010) preconditioner of CG as a right preconditioner.
 
     Args:

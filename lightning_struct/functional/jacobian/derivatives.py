@@ -135,6 +135,8 @@ def laplacian(function: Callable[[Tensor], Tensor], points: Tensor, coordinates:
     """
     _check_coordinates(points, coordinates=() if coordinates is None else coordinates)
     twice = range(points.shape[1]) if coordinates is None else coordinates
+    if not twice:
+        raise ValueError(f"coordinates must name one of points {tuple(points.shape)} at least, got {coordinates!r}")
     if hasattr(function, "laplacian"):
         return function.laplacian(points, twice)
     return torch.stack(list(partial_derivatives(function, points, twice=twice).second.values())).sum(0)
@@ -234,6 +236,8 @@ def _through_tanh_network(
             them that drive the second derivatives.
         thrice: number of the coordinates, from the first on, of third derivatives.
     """
+    if others := {part.weight.dtype for part in layers if isinstance(part, nn.Linear)} - {points.dtype}:
+        raise TypeError(f"points are {points.dtype}, and the network has weights of {others.pop()}: convert one")
     if periodic and coordinates:
         orders = range(1, 4 if thrice else 3)
         along = [[periodic_inputs(points, periodic, i, order) for i in coordinates] for order in orders]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vjp, vmap
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import Size, checked
 from lightning_struct.functional.jacobian.layer_chain import record_layer_chain
 from lightning_struct.functional.jacobian.layer_derivatives import layer_derivatives
 from lightning_struct.functional.jacobian.linearization import Linearization, Parameters
@@ -132,7 +132,7 @@ def written(vector: dict[str, Tensor], out: Parameters | None) -> dict[str, Tens
 
 @checked
 def linearize(
-    function: Function, params: Parameters, *args: Any, backend: str | None = None, chunk_size: int | None = None
+    function: Function, params: Parameters, *args: Any, backend: str | None = None, chunk_size: Size | None = None
 ) -> Linearization:
     """Linearise ``function`` in ``params`` at ``args``.
 
@@ -211,8 +211,6 @@ class _Chunked(Linearization):
     def __init__(
         self, function: Function, params: Parameters, args: tuple[Any, ...], backend: str | None, chunk_size: int
     ) -> None:
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be >= 1, got {chunk_size}")
         name = coupling_layer(function) if isinstance(function, nn.Module) else None
         if name is not None:
             remedy = "put it in eval mode, with running statistics, or leave chunk_size out"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_struct.functional.checks import check_dense, checked, require_real
+from lightning_struct.functional.checks import Extended, Size, check_dense, checked, require_real
 from lightning_struct.functional.layers.per_sample.recorder import GradientNormRecorder
 
 
@@ -110,7 +110,7 @@ def variance_from_sums(sum_of_squared_norms: float, samples: int, mean_gradient_
 
 @checked
 def required_batch_size(
-    variance: float | Tensor, mean_gradient_squared_norm: float | Tensor, dataset_size: int | None, theta: float
+    variance: float | Tensor, mean_gradient_squared_norm: float | Tensor, dataset_size: Size | None, theta: Extended
 ) -> int:
     """The paper's n̂ (equation 14, Algorithm 2): the batch at which the norm test holds.
 
@@ -146,12 +146,10 @@ def required_batch_size(
         return 1
     bound = theta * theta * mean_gradient_squared_norm
     if dataset_size is None:
-        if bound == 0.0:
+        if bound == 0.0 or math.isinf(variance / bound):
             remedy = "give dataset_size, the bound on the batch"
             raise ZeroDivisionError(f"the mean gradient is zero, which no batch measures well enough: {remedy}")
         return max(1, math.ceil(variance / bound))
-    if dataset_size < 1:
-        raise ValueError(f"dataset_size must be >= 1, got {dataset_size}")
     denominator = variance + (dataset_size - 1) * bound
     if denominator == 0.0:
         return dataset_size
@@ -160,7 +158,7 @@ def required_batch_size(
 
 @checked
 def norm_test_batch_size(
-    squared_norms: Tensor, mean_gradient_squared_norm: float | Tensor, dataset_size: int | None, theta: float
+    squared_norms: Tensor, mean_gradient_squared_norm: float | Tensor, dataset_size: Size | None, theta: Extended
 ) -> int:
     """n̂ of one batch from its per-sample squared gradient norms; see :func:`required_batch_size`.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import Count, NotNegative, Size, checked
 from lightning_struct.functional.solvers.least_squares import RightPreconditioner
 from lightning_struct.functional.vectors import Vector, dot, leaves, norm, structured
 
@@ -52,10 +52,10 @@ def conjugate_gradient(
     *,
     x0: Vector | None = None,
     preconditioner: Vector | RightPreconditioner | None = None,
-    maxiter: int = 250,
-    progress_tolerance: float = 5e-4,
-    progress_window: int = 10,
-    rtol: float = 0.0,
+    maxiter: Count = 250,
+    progress_tolerance: NotNegative = 5e-4,
+    progress_window: Size = 10,
+    rtol: NotNegative = 0.0,
     callback: Callable[[int, Callable[[], Any]], bool | None] | None = None,
 ) -> ConjugateGradientResult:
     """Solve B x = b for a symmetric positive definite B.
@@ -88,12 +88,6 @@ def conjugate_gradient(
         >>> conjugate_gradient(B.matmul, torch.tensor([2.0, 8.0])).x.round(decimals=3)
         tensor([1., 2.])
     """
-    if progress_window < 1:
-        raise ValueError(f"progress_window must be >= 1, got {progress_window}")
-    if not (maxiter >= 0 and progress_tolerance >= 0 and rtol >= 0):  # nor NaN
-        raise ValueError(
-            f"maxiter, progress_tolerance and rtol must be >= 0, got {maxiter}, {progress_tolerance}, {rtol}"
-        )
     right, precondition = leaves(b, name="b"), _preconditioning(preconditioner, b)
     if x0 is None:
         x, r = [torch.zeros_like(t) for t in right], [t.clone() for t in right]

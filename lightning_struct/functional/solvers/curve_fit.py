@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import jacfwd, vmap
 
-from lightning_struct.functional.checks import as_tensor, checked, first_line, is_integer, is_real
+from lightning_struct.functional.checks import Positive, Size, as_tensor, checked, first_line
 from lightning_struct.functional.torch_tools import triangular_factor
 
 Bounds: TypeAlias = Sequence[Any] | Tensor
@@ -82,9 +82,9 @@ def curve_fit(
     bounds: Bounds | None = None,
     absolute_sigma: bool = False,
     loss: str = "squared",
-    scale: float = 1.0,
-    max_steps: int = 1000,
-    tolerance: float = 1e-10,
+    scale: Positive = 1.0,
+    max_steps: Size = 1000,
+    tolerance: Positive = 1e-10,
 ) -> CurveFit:
     """Fit a curve f(x, a, b, ...) to measurements, or thousands of curves to as many sets of measurements at once.
 
@@ -172,9 +172,9 @@ def levenberg_marquardt(
     *data: Tensor,
     bounds: Bounds | None = None,
     loss: str = "squared",
-    scale: float = 1.0,
-    max_steps: int = 1000,
-    tolerance: float = 1e-10,
+    scale: Positive = 1.0,
+    max_steps: Size = 1000,
+    tolerance: Positive = 1e-10,
 ) -> CurveFit:
     """Minimise the sums of squares of small residual functions, one or thousands of independent ones at once.
 
@@ -320,18 +320,13 @@ def _fits(
     """The fits of all problems; ``counts`` (B,) are the numbers of residuals that count, None: all."""
     if loss not in _LOSSES:
         raise ValueError(f"loss must be one of {', '.join(map(repr, _LOSSES))}, but is {loss!r}")
-    for name, number in (("scale", scale), ("tolerance", tolerance)):
-        if not (is_real(number) and 0.0 < number < float("inf")):
-            raise ValueError(f"{name} must be a positive number, but is {number!r}")
-    if not (is_integer(max_steps) and max_steps > 0):
-        raise ValueError(f"max_steps must be a positive integer, but is {max_steps!r}")
     if start.numel() == 0:
         raise ValueError(f"there are no parameters: {_shape(start)}")
     batch, count = start.shape[:-1], start.shape[-1]
     limits = _limits(bounds, start)
     with torch.no_grad():
         p, reasons, steps = _minimise(
-            evaluate, start.reshape(-1, count), data, limits, loss, scale, max_steps, tolerance
+            evaluate, start.reshape(-1, count), data, limits, loss, scale, int(max_steps), float(tolerance)
         )
         r, J = evaluate(p, data)
         held = torch.zeros_like(p, dtype=torch.bool) if limits is None else (p <= limits[0]) | (p >= limits[1])

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from lightning_struct.functional.checks import Measured, checked
+from lightning_struct.functional.checks import Extended, Measured, checked
 
 # A larger λ than this changes nothing: its square is beyond the range in which float32 adds a curvature to it. Without
 # a bound λ grows at each step of a run that has converged, until it overflows.
@@ -20,9 +20,9 @@ def reduction_ratio_rule(
     *,
     drop: float = 0.99,
     lower: float = 0.25,
-    upper: float = 0.75,
+    upper: Extended = 0.75,
     min_damping: float = 0.0,
-    max_damping: float = MAX_DAMPING,
+    max_damping: Extended = MAX_DAMPING,
 ) -> float:
     """The next λ (SHF paper, section 4.2 and Algorithm 1): λ/drop where ρ < lower, drop·λ where ρ > upper, else λ.
 
@@ -36,10 +36,14 @@ def reduction_ratio_rule(
         min_damping: λ is never set below it.
         max_damping: λ is never set above it.
 
+    Raises:
+        ValueError: an argument is out of range.
+
     Example:
         >>> [reduction_ratio_rule(10.0, ratio, drop=0.5) for ratio in (0.1, 0.5, 0.9)]
         [20.0, 10.0, 5.0]
     """
+    check_levenberg_marquardt(drop, lower, upper, min_damping, max_damping)
     # λ <- λ/drop if ρ < 1/4, drop·λ if ρ > 3/4 (section 4.2)
     if math.isnan(reduction_ratio) or reduction_ratio < lower:
         damping = damping / drop
@@ -76,11 +80,11 @@ class ScaledDamping:
 def next_batch_rule(
     now: ScaledDamping,
     ratio: float,
-    fitted: float,
+    fitted: Extended,
     *,
     drop: float | None,
     min_damping: float = 0.0,
-    max_damping: float = MAX_DAMPING,
+    max_damping: Extended = MAX_DAMPING,
 ) -> ScaledDamping:
     """The next step scale σ and damping λ, from how much of a step's gain the next batch shows (not in the SHF paper).
 
@@ -102,6 +106,9 @@ def next_batch_rule(
         min_damping: λ is never set below it.
         max_damping: λ is never set above it.
 
+    Raises:
+        ValueError: an argument is out of range.
+
     Example:
         >>> next_batch_rule(ScaledDamping(1.0, 2.0), 0.9, 0.8, drop=0.5)  # a full step that the next batch confirms
         ScaledDamping(scale=1.0, damping=1.0)
@@ -110,6 +117,7 @@ def next_batch_rule(
         >>> next_batch_rule(ScaledDamping(0.1, 2.0), 0.0, 0.3, drop=0.5).damping < 2.0  # that fits little of its own
         True
     """
+    check_levenberg_marquardt(1.0 if drop is None else drop, 0.0, 0.0, min_damping, max_damping)
     change = min(max(0.5 * (ratio / now.scale - 0.25), -0.2), 0.2)
     scale, damping = now.scale * math.exp(change), now.damping
     if drop is not None and scale >= 1.0:

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import Count, NotNegative, checked
 from lightning_struct.functional.vectors import (
     Vector,
     dot,
     float32_holds,
     leaves,
+    matching_tensors,
     norm,
     root,
     squared_norm,
@@ -78,14 +79,14 @@ def lsmr(
     rmatvec: Callable[[Any], Any],
     b: Vector,
     *,
-    damp: float = 0.0,
+    damp: NotNegative = 0.0,
     x0: Vector | None = None,
     damping_center: str | Vector = "start",
     preconditioner: Vector | RightPreconditioner | None = None,
     damping_space: str = "y",
-    maxiter: int | None = None,
-    atol: float = 1e-8,
-    btol: float = 1e-8,
+    maxiter: Count | None = None,
+    atol: NotNegative = 1e-8,
+    btol: NotNegative = 1e-8,
     callback: Callable[[int, Callable[[], Any]], bool | None] | None = None,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
     gradient: Vector | None = None,
@@ -134,8 +135,6 @@ def lsmr(
     )
     if maxiter is None:
         maxiter = min(problem.size_of_b, problem.size_of_x) + (problem.size_of_x if problem.rows_in_operator else 0)
-    if not (maxiter >= 0 and atol >= 0 and btol >= 0):  # nor NaN
-        raise ValueError(f"maxiter, atol and btol must be >= 0, got {maxiter}, {atol}, {btol}")
     process = Bidiagonalisation(problem)
     z = [torch.zeros_like(t) for t in process.v]
     right_hand_side_norm = process.beta
@@ -183,8 +182,6 @@ class _Problem:
         all_reduce: Callable[[Tensor], Tensor] | None,
         gradient: Vector | None,
     ) -> None:
-        if not damp >= 0 or math.isinf(damp):
-            raise ValueError(f"damp must be finite and >= 0, got {damp}")
         if damping_space not in ("y", "x"):
             raise ValueError(f"damping_space must be 'y' or 'x', got {damping_space!r}")
         if isinstance(damping_center, str) and damping_center not in ("start", "origin"):
@@ -280,7 +277,7 @@ class _Problem:
         def squares_of(u: list[Tensor]) -> Tensor:
             squares = squared_norm(u[: self._count])
             if self._all_reduce is not None:
-                squares = self._all_reduce(squares)
+                (squares,) = matching_tensors(self._all_reduce(squares), squares, "the sum by all_reduce")
             return squares + squared_norm(u[self._count :]) if self.rows_in_operator else squares
 
         if self._all_reduce is None and not u[0].is_cpu:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import check_dense, checked, require_real
+from lightning_struct.functional.checks import Count, NotNegative, check_dense, checked, require_real
 from lightning_struct.functional.vectors import float32_holds, inner, root
 
 _CHECK_EVERY = 10
@@ -56,10 +56,10 @@ class ProjectedLeastSquares:
         matvec: Callable[[Tensor], Tensor],
         rmatvec: Callable[[Tensor], Tensor],
         b: Tensor,
-        steps: int,
+        steps: Count,
         *,
-        damping: float = 0.0,
-        tolerance: float = 0.0,
+        damping: NotNegative = 0.0,
+        tolerance: NotNegative = 0.0,
         all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
         gradient: Tensor | None = None,
     ) -> None:
@@ -67,8 +67,6 @@ class ProjectedLeastSquares:
         check_dense("b", b, has_numbers=True)
         if gradient is not None:
             require_real(1, gradient=gradient)
-        if steps < 0:
-            raise ValueError(f"steps must not be negative, but is {steps}")
         product = rmatvec(b) if gradient is None else -gradient
         self.gradient = -product if gradient is None else gradient
         self._left, self._right = _Basis(b, steps + 1, all_reduce), _Basis(product, steps + 1, lambda tensor: tensor)

@@ -16,7 +16,7 @@ those of equation (2). The Toeplitz-like matrices are equation (2) with A = Z_1 
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import check_dense, checked
+from lightning_struct.functional.checks import NotNegative, check_dense, checked
 from lightning_struct.functional.structured import arguments
 from lightning_struct.functional.structured.operators import (
     BelowDiagonal,
@@ -159,7 +159,7 @@ def sylvester_displacement(M: Tensor, a: Operator, b: Operator) -> Tensor:
 
 
 @checked
-def displacement_rank(M: Tensor, a: Operator, b: Operator, rtol: float | None = None) -> int:
+def displacement_rank(M: Tensor, a: Operator, b: Operator, rtol: NotNegative | None = None) -> int:
     """The numerical rank of AM - MB, the displacement rank of M (Thomas et al., section 2).
 
     Args:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import check_dense, checked
+from lightning_struct.functional.checks import Size, check_dense, checked, is_real, positive_size
 from lightning_struct.functional.structured.cost_model import factors_are_faster
 
 
@@ -53,6 +53,7 @@ class DisplacementOperator(ABC):
         return self.rmatvec(torch.eye(self.size, dtype=entries.dtype, device=entries.device))
 
     def _require_vectors(self, v: Tensor) -> None:
+        _require_tensor("v", v)
         if v.ndim == 0 or v.shape[-1] != self.size:
             raise ValueError(f"an operator of size {self.size} multiplies (..., {self.size}), not {tuple(v.shape)}")
 
@@ -108,7 +109,7 @@ class SubdiagonalOperator(BelowDiagonal):
 
     def __post_init__(self) -> None:
         _require_tensor("subdiagonal", self.subdiagonal, 1)
-        if isinstance(self.corner, int | float):
+        if is_real(self.corner):
             object.__setattr__(self, "corner", self.subdiagonal.new_tensor(self.corner))
         _require_tensor("corner", self.corner, 0)
 
@@ -201,12 +202,10 @@ class ShiftOperator(BelowDiagonal):
         tensor([-3.,  1.,  2.])
     """
 
-    n: int
+    n: Size
     f: float | Tensor
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ValueError(f"n must be at least 1, got {self.n}")
         if isinstance(self.f, Tensor):
             _require_tensor("f", self.f, 0)
 
@@ -258,12 +257,12 @@ def as_operator(operator: DisplacementOperator | Tensor) -> DisplacementOperator
     return _Matrix(operator)
 
 
-def _require_tensor(name: str, tensor: Tensor, ndim: int) -> None:
+def _require_tensor(name: str, tensor: Tensor, ndim: int | None = None) -> None:
     if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
-        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        got = tensor.dtype if isinstance(tensor, Tensor) else repr(tensor)[:80]
         raise TypeError(f"{name} must be a floating-point tensor, got {got}")
     check_dense(name, tensor)
-    if tensor.ndim != ndim:
+    if ndim not in (None, tensor.ndim):
         raise ValueError(f"{name} must have {ndim} dimension{'s' * (ndim != 1)}, got shape {tuple(tensor.shape)}")
 
 
@@ -288,13 +287,11 @@ def krylov_matrix(op: DisplacementOperator | Tensor, v: Tensor, columns: int | N
                 [1., 2., 4., 8.]])
     """
     op = as_operator(op)
-    return krylov_rows(op, v, op.size if columns is None else columns).movedim(0, -1)
+    return krylov_rows(op, v, op.size if columns is None else positive_size("columns", columns)).movedim(0, -1)
 
 
 def krylov_rows(operator: DisplacementOperator, v: Tensor, count: int) -> Tensor:
     """v, Av, ..., A^(count - 1)v one after the other: (count, ..., n) for v (..., n)."""
-    if count < 1:
-        raise ValueError(f"a Krylov matrix has at least one column, got {count}")
     if v.ndim == 0 or v.shape[-1] != operator.size:
         raise ValueError(f"v must be (..., {operator.size}) for an operator of that size, got {tuple(v.shape)}")
     rows = [v]

@@ -1,14 +1,12 @@
 """Settings of RLS, and the forms of P as values, which ``RLS(module, form=...)`` takes."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args
 
-import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.checks import is_integer, is_real
+from lightning_struct.functional.checks import Size, checked, is_real
 from lightning_struct.functional.curvature.recursive_least_squares import (
     FullInverse,
     InverseAutocorrelation,
@@ -25,6 +23,7 @@ FormName: TypeAlias = Literal["full", "low_rank", "rank1"]
 LARGEST_FULL = 512
 
 
+@checked
 @dataclass(frozen=True)
 class LowRankP:
     """P of low rank, 2rd numbers for d inputs; it does not forget.
@@ -42,11 +41,7 @@ class LowRankP:
         16
     """
 
-    rank: int = 32
-
-    def __post_init__(self) -> None:
-        if not is_integer(self.rank) or self.rank < 1:
-            raise ValueError(f"rank must be an integer >= 1, got {self.rank!r}")
+    rank: Size = 32
 
 
 Form: TypeAlias = FormName | LowRankP
@@ -167,11 +162,8 @@ def check_number(name: str, value: Any, *, may_be_none: bool = False) -> None:
     if value is None and may_be_none:
         return
     expected, holds = _RANGES[name]
-    if isinstance(value, Tensor):  # torch's optimizers take a rate in a tensor
-        is_number = value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
-    else:
-        is_number = is_real(value)
-    is_finite = is_number and math.isfinite(value)
+    # torch's optimizers take a rate in a tensor
+    is_finite = is_real(value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
     if not (is_finite and holds(value)):
         takes = ("" if is_finite else "a finite number ") + expected + (", or None" if may_be_none else "")
         raise ValueError(f"{name} must be {takes}, got {value!r}")

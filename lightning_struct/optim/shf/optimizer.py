@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.hub import tqdm
 
-from lightning_struct.functional.checks import is_integer, is_real, warn
+from lightning_struct.collective import refuse_unlike_batches
+from lightning_struct.functional.checks import Positive, Size, checked, warn
 from lightning_struct.functional.jacobian.losses import GaussNewtonLoss, SquaredError, get_loss
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.solvers.least_squares import RightPreconditioner
@@ -20,7 +21,7 @@ from lightning_struct.optim.shf.outputs.steps import OutputSteps
 from lightning_struct.optim.shf.regression import RegressionSteps
 from lightning_struct.optim.shf.report import StepReport
 from lightning_struct.optim.shf.residuals.steps import ResidualSteps
-from lightning_struct.optim.shf.samples import Batches, refuse_unlike_batches
+from lightning_struct.optim.shf.samples import Batches
 from lightning_struct.optim.shf.settings import (
     CG,
     LSMR,
@@ -233,7 +234,10 @@ class SHF(torch.optim.Optimizer):
         self.report = self._steps.report(now, model, update)  # n̂ of the norm test (equation (14))
         return self.report
 
-    def fit(self, inputs: Any, *, max_steps: int = 100, tolerance: float = 1e-10, progress: bool = False) -> StepReport:
+    @checked
+    def fit(
+        self, inputs: Any, *, max_steps: Size = 100, tolerance: Positive = 1e-10, progress: bool = False
+    ) -> StepReport:
         """Take steps on one batch of residuals (``loss="least_squares"``) until they have converged.
 
         Args:
@@ -249,8 +253,6 @@ class SHF(torch.optim.Optimizer):
             ValueError: the loss is of outputs, or ``max_steps`` or ``tolerance`` is not positive.
         """
         self._residual_steps("fit")
-        if not (is_integer(max_steps) and max_steps > 0 and is_real(tolerance) and tolerance > 0):
-            raise ValueError(f"max_steps and tolerance must be positive, but are {max_steps!r} and {tolerance!r}")
         with tqdm(total=max_steps, unit="step", disable=not progress) as bar:
             for _ in range(max_steps):
                 report = self.step(inputs=inputs)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_struct.collective import all_gather_rows, gather_numbers, rank, world_size
+from lightning_struct.collective import all_gather_rows, rank, world_size
 from lightning_struct.functional.checks import NotFinite, check_dense
 from lightning_struct.functional.layers.calls import rows_of_arguments, tensors_in
 from lightning_struct.functional.torch_tools import add_to_each, norms_of_each
@@ -40,34 +40,6 @@ def checks_before_forward(device: torch.device) -> bool:
 def refusal_of_batch(where: str = "") -> NotFinite:
     """The error of a batch with NaN or infinity; ``where`` names the process."""
     return NotFinite(f"the batch holds NaN or infinity{where}; the weights are unchanged. Clean the data")
-
-
-def refuse_unlike_batches(inputs: Any, targets: Any, device: torch.device) -> None:
-    """Raise on all processes if one has no inputs or no targets, or a table of another width than the others.
-
-    Without it that process alone raises, and the others wait for it until the connection is closed.
-
-    Raises:
-        ValueError: one has; it names the rank.
-    """
-    if world_size() == 1:
-        return
-    batch = {"inputs": inputs, "targets": targets}
-    first, *others = gather_numbers([_width(value) for value in batch.values()], device)
-    for r, other in enumerate(others, start=1):
-        for name, *widths in zip(batch, first, other, strict=True):
-            if widths[0] != widths[1]:
-                has = [f"{width} columns" if width > 0 else "none" if width < 0 else "others" for width in widths]
-                raise ValueError(
-                    f"the {name} of the processes are unlike: {has[0]} on rank 0, {has[1]} on rank {r}. All processes "
-                    "need samples of one kind; the weights are unchanged"
-                )
-
-
-def _width(value: Any) -> int:
-    """The columns of a table of real numbers, 0 for other values, -1 for none."""
-    is_table = isinstance(value, Tensor) and value.ndim == 2 and value.is_floating_point()
-    return value.shape[1] if is_table else -1 if value is None else 0
 
 
 class FlatWeights:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from torch import Tensor
 
-from lightning_struct.functional.checks import is_integer, is_real
+from lightning_struct.functional.checks import is_extended, is_integer, is_real
 from lightning_struct.functional.jacobian.gauss_newton import BACKENDS
 from lightning_struct.functional.layers.gradient_norms import required_batch_size
 from lightning_struct.functional.solvers.damping import MAX_DAMPING, reduction_ratio_rule
@@ -26,8 +26,9 @@ _LARGEST_WARM_START = 0.95
 
 def is_damping(value: Any) -> bool:
     """Whether a value is a λ: finite and positive."""
-    is_one = isinstance(value, Tensor) and value.dim() < 2 and value.numel() == 1
-    return (is_one or is_real(value)) and bool(0 < value < math.inf)
+    is_number = isinstance(value, Tensor) and value.dim() < 2 and value.numel() == 1 and not value.is_meta
+    value = value.item() if is_number else value
+    return is_real(value) and value > 0
 
 
 def _is_positive(value: Any) -> bool:
@@ -78,9 +79,9 @@ class Damping(Choice):
     def __post_init__(self) -> None:
         self._check("initial", "a finite number > 0", is_damping)
         self._check("drop", "a number in (0, 1], None or 'auto'", lambda v: v is None or (is_real(v) and 0 < v <= 1))
-        self._check("lower", "a number", is_real)
-        self._check("minimum", "a finite number >= 0", lambda v: is_real(v) and 0 <= v < math.inf)
-        self._check("maximum", "a number > 0 and >= minimum", lambda v: is_real(v) and v > 0 and v >= self.bounds[0])
+        self._check("lower", "a finite number", is_real)
+        self._check("minimum", "a finite number >= 0", lambda v: is_real(v) and v >= 0)
+        self._check("maximum", "a number > 0 and >= minimum", lambda v: is_extended(v) and 0 < v >= self.bounds[0])
         self._check("center", "'start' or 'origin'", lambda v: v in ("start", "origin"))
 
     @property
@@ -136,7 +137,7 @@ class LevenbergMarquardt(Damping):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("upper", "a number >= lower", lambda v: is_real(v) and v >= self.lower)
+        self._check("upper", "a number >= lower", lambda v: is_extended(v) and v >= self.lower)
         self._check("acceleration", "True or False", lambda v: isinstance(v, bool))
 
 
@@ -209,7 +210,7 @@ class LSMR(_Iterations):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("atol ftol", "a number >= 0", lambda v: is_real(v) and v >= 0)
+        self._check("atol ftol", "a finite number >= 0", lambda v: is_real(v) and v >= 0)
         self._check("miniter recover", "an integer >= 0", lambda v: is_integer(v) and v >= 0)
         self._check("damping_space", "'x', 'y' or None", lambda v: v in ("x", "y"))
 
@@ -243,7 +244,7 @@ class CG(_Iterations):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("progress_tolerance", "a number >= 0", lambda v: is_real(v) and v >= 0)
+        self._check("progress_tolerance", "a finite number >= 0", lambda v: is_real(v) and v >= 0)
         self._check("progress_window", "an integer >= 1", _is_positive)
         self._check("curvature_share", "a number in (0, 1]", lambda v: is_real(v) and 0 < v <= 1)
 
@@ -313,7 +314,7 @@ class WarmStart(Choice):
 
     def __post_init__(self) -> None:
         self._check("initial", "a number in [0, 1)", lambda v: is_real(v) and 0 <= v < 1)
-        self._check("growth", "a number >= 1", lambda v: is_real(v) and v >= 1)
+        self._check("growth", "a finite number >= 1", lambda v: is_real(v) and v >= 1)
 
     def grown(self, warm_start: float) -> float:
         """γ of the next step, for that of this one."""
@@ -379,8 +380,8 @@ class Settings:
         names = _listed(AUTO, *PRECONDITIONERS, "kronecker")
         takes = f"one of {names}, a Kronecker, None, or an object with solve and solve_transpose"
         self._check("preconditioner", takes, _is_preconditioner)
-        self._check("l2", "a number >= 0", lambda v: is_real(v) and v >= 0)
-        self._check("theta", "a number > 0", lambda v: is_real(v) and v > 0)
+        self._check("l2", "a finite number >= 0", lambda v: is_real(v) and v >= 0)
+        self._check("theta", "a number > 0", lambda v: is_extended(v) and v > 0)
         self._check("dataset_size chunk_size", "an integer >= 1, or None", lambda v: v is None or _is_positive(v))
         self._check("backend", f"one of {_listed(*BACKENDS, None)}", lambda v: v in (None, *BACKENDS))
         self._check("seed", "an integer", is_integer)

@@ -603,7 +603,7 @@ def test_estimates_depend_on_the_seed_alone() -> None:
 
 
 def test_a_number_of_probes_below_one_is_named() -> None:
-    with pytest.raises(ValueError, match=r"probes must be at least 1.*got 0"):
+    with pytest.raises(ValueError, match=r"probes must be a whole number >= 1 .*got 0"):
         GradientNormRecorder(network(), probes=0)
 
 
@@ -668,8 +668,8 @@ def test_sizes_at_the_edges(variance: float, squared_norm: float, dataset_size: 
         ((1.0, 1.0, 100, 0.0), "theta must be > 0, got 0.0"),
         ((-1.0, 1.0, 100, 0.5), "variance .* got -1.0"),
         ((math.nan, 1.0, 100, 0.5), "variance .* got nan"),
-        ((1.0, math.nan, 100, 0.5), "mean_gradient_squared_norm must be a real number .* nan"),
-        ((1.0, 1.0, 0, 0.5), "dataset_size must be >= 1, got 0"),
+        ((1.0, math.nan, 100, 0.5), "mean_gradient_squared_norm must be a finite real number .* nan"),
+        ((1.0, 1.0, 0, 0.5), "dataset_size must be a whole number >= 1 .*got 0"),
     ],
     ids=str,
 )

@@ -171,7 +171,7 @@ def test_float32_numbers_whose_squares_are_out_of_range_are_solved(scale: float)
     [
         ({"maxiter": -1}, "maxiter.* -1"),
         ({"progress_tolerance": -1e-3}, "progress_tolerance.* -0.001"),
-        ({"progress_window": 0}, "progress_window must be >= 1, got 0"),
+        ({"progress_window": 0}, "progress_window must be a whole number >= 1, got 0"),
         ({"rtol": -1e-3}, "rtol.* -0.001"),
         ({"rtol": math.nan}, "rtol.* nan"),
         ({"x0": torch.ones(3, dtype=torch.float64)}, r"x0 .*\(3,\).*\(4,\)"),

@@ -236,9 +236,9 @@ WRONG = {
     "bounds must be lower ones below upper ones": ({"bounds": (1.0, 0.0)}, ValueError),
     "bounds exclude the first value 1 of parameter 0": ({"bounds": (2.0, 3.0)}, ValueError),
     "loss must be one of 'squared', .*, but is 'l1'": ({"loss": "l1"}, ValueError),
-    "scale must be a positive number": ({"scale": 0.0}, ValueError),
-    "tolerance must be a real number": ({"tolerance": math.nan}, ValueError),
-    "max_steps must be a positive integer": ({"max_steps": 0}, ValueError),
+    "scale must be a finite number > 0": ({"scale": 0.0}, ValueError),
+    "tolerance must be a finite number > 0": ({"tolerance": math.nan}, ValueError),
+    "max_steps must be a whole number >= 1": ({"max_steps": 0}, ValueError),
 }
 
 

@@ -274,7 +274,7 @@ def test_nan_or_infinity_is_an_error(bad: float, place: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"damp": -1.0}, "damp must be finite and >= 0, got -1.0"),
+        ({"damp": -1.0}, "damp must be a finite number >= 0, got -1.0"),
         ({"damp": math.nan}, "damp .* got nan"),
         ({"damping_space": "z"}, "damping_space must be 'y' or 'x', got 'z'"),
         ({"damping_center": "end"}, "damping_center .* got 'end'"),

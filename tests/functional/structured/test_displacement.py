@@ -344,7 +344,7 @@ def test_acdc_layers(seed, n):
 
 A, B, G1, H1 = shift(3, 1.0), shift(4, 1.0), gaussian(3, 1, seed=0), gaussian(4, 1, seed=0)
 MISTAKES = [
-    (krylov_matrix, (A, gaussian(3, seed=0), 0), ValueError, "at least one column, got 0"),
+    (krylov_matrix, (A, gaussian(3, seed=0), 0), ValueError, "columns must be a positive integer, but is 0"),
     (ldr_to_dense, (A, B, H1, H1), ValueError, r"G must be \(3, r\).*\(4, 1\)"),
     (ldr_matmul, (A, B, G1, H1, gaussian(3, seed=0)), ValueError, r"x must be \(..., 4\).*\(3,\)"),
     (ldr_matmul, (A, torch.eye(4), G1, H1, gaussian(4, seed=0), "tree"), ValueError, "these operators, got 'tree'"),

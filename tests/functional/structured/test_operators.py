@@ -67,7 +67,7 @@ def test_a_shift_by_a_number_keeps_the_dtype_of_what_it_shifts():
         (lambda: TridiagonalOperator(randn(3), randn(3), randn(2), randn(2)), ValueError, r"subdiagonal .*\(2,\)"),
         (lambda: TridiagonalOperator(randn(2), randn(3), randn(3), randn(2)), ValueError, r"superdiagonal .*\(2,\)"),
         (lambda: TridiagonalOperator(randn(2), randn(3), randn(2), randn(1)), ValueError, r"corners .*\(2,\)"),
-        (lambda: ShiftOperator(0, 1.0), ValueError, "n must be at least 1, got 0"),
+        (lambda: ShiftOperator(0, 1.0), ValueError, "n must be a whole number >= 1, got 0"),
         (lambda: as_operator(randn(2, 3)), ValueError, r"square .*\(2, 3\)"),
         (lambda: as_operator(randn(2)), ValueError, r"2 dimensions, got shape \(2,\)"),
         (lambda: ShiftOperator(3, 1.0).matvec(randn(2, 4)), ValueError, r"size 3 .*\(2, 4\)"),

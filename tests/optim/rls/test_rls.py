@@ -253,7 +253,7 @@ EXTRA = [nn.Parameter(torch.ones(1))]
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: LowRankP(rank=0), ValueError, "rank must be an integer >= 1, got 0"),
+        (lambda: LowRankP(rank=0), ValueError, "rank must be a whole number >= 1, got 0"),
         (lambda: RLS(mixed()), ValueError, r"0\.weight, 2\.weight, 2\.bias"),
         (lambda: RLS(WITH_NORM, exclude=["2"], auxiliary=ADAM), ValueError, "are no parameters, as in 0$"),
         (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from lightning_struct.functional.checks import checked, first_line, positive_size
+from lightning_struct.functional.checks import Size, checked, first_line, positive_size
 from lightning_struct.functional.layers.calls import LayerCall, SampleCount, admissible_sizes, tensors_in
 from lightning_struct.functional.layers.kinds import couples_samples
 from lightning_struct.functional.layers.per_sample.contributions import (
@@ -212,7 +212,7 @@ class GradientNormRecorder(CallRecorder):
         module: nn.Module,
         *,
         samples: SampleCount = None,
-        probes: int | None = None,
+        probes: Size | None = None,
         uncovered: Literal["raise", "skip"] = "raise",
         check: bool = False,
         seed: int = 0,
@@ -220,9 +220,8 @@ class GradientNormRecorder(CallRecorder):
     ) -> None:
         if uncovered not in ("raise", "skip"):
             raise ValueError(f"uncovered must be 'raise' or 'skip', got {uncovered!r}")
-        if probes is not None and probes < 1:
-            raise ValueError(f"probes must be at least 1, or None for exact norms, got {probes}")
-        for size in samples if isinstance(samples, Collection) else [] if samples is None else [samples]:
+        sizes = [*samples] or [0] if isinstance(samples, Collection) else [] if samples is None else [samples]
+        for size in sizes:
             positive_size("samples", size)
         super().__init__()
         self.samples = samples

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_struct.collective import refuse_unlike_batches
 from lightning_struct.functional.checks import NotFinite
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.distributed import compare_batches, refuse_sharded_weights
@@ -184,6 +185,11 @@ class ManualOptimization(L.LightningModule):
         super().on_fit_start()
         self._requirements.check_trainer(self)
         self._requirements.only_optimizer(self)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch is None:  # for which Lightning takes no training step, before which others compare their batches
+            refuse_unlike_batches(None, None, self.device)
+        super().on_train_batch_end(outputs, batch, batch_idx)
 
     def on_fit_end(self) -> None:
         super().on_fit_end()

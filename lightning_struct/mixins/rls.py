@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lightning_struct.collective import refuse_unlike_batches
 from lightning_struct.functional.jacobian.losses import SquaredError
+from lightning_struct.functional.layers.calls import tensors_in
 from lightning_struct.functional.layers.registry import coupling_layer
 from lightning_struct.mixins.manual import ManualOptimization, Requirements, error_of_batch
 from lightning_struct.optim.rls import RLS
@@ -23,6 +25,8 @@ def _with_rls_step(training_step: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: RLSOptimization, *batch_and_index: Any, **kwargs: Any) -> Any:
         if self._asked_for_loss:  # by the training step of a subclass
             return training_step(self, *batch_and_index, **kwargs)
+        inputs, targets = [*tensors_in(batch_and_index[:1]), None, None][:2]
+        refuse_unlike_batches(inputs, targets, self.device)
         self._asked_for_loss = True
         try:
             output = training_step(self, *batch_and_index, **kwargs)
@@ -70,7 +74,8 @@ class RLSOptimization(ManualOptimization):
             ``ReduceLROnPlateau``, ``StochasticWeightAveraging`` with batch normalisation, or anything but one RLS from
             ``configure_optimizers``; in a step, if ``training_step`` returns no loss.
         ValueError: in a step, for NaN or infinity in gradients or inputs, with the index of the batch and the layers,
-            or under the paper's loss outputs that are not shaped as their targets; the weights and P are unchanged.
+            batches that are unlike on several processes, or under the paper's loss outputs that are not shaped as their
+            targets; the weights and P are unchanged.
 
     Example:
         >>> import lightning as L

@@ -8,7 +8,7 @@ import torch
 
 from tests.mixins.helpers import draw_loader, make_trainer, weights
 from tests.mixins.rls_helpers import AutomaticNetwork, ManualNetwork
-from tests.processes import two_processes
+from tests.processes import in_two_processes, two_processes
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +31,17 @@ class Notes(L.Callback):
         )
 
 
+def error_of_unlike_batches(kind, rank):
+    module, batch = ManualNetwork(torch.float64), (torch.ones(4, 3 + 2 * rank), torch.ones(4, 2))
+    try:
+        if rank == 1 and kind == "none":
+            module.on_train_batch_end(None, None, 0)  # Lightning takes no training step for None
+        else:
+            module.training_step(batch, 0)
+    except ValueError as error:
+        return str(error)
+
+
 def fit(directory, name, **options):
     options |= {"accumulate_grad_batches": 2} if name == "accumulated" else {}
     trainer = make_trainer(directory, callbacks=[Notes(directory, name)], **options)
@@ -45,3 +56,9 @@ def test_weights_are_those_of_one_process(name, tmp_path):
     assert first["steps"] == one["steps"] > 1
     torch.testing.assert_close(first["weights"], one["weights"], rtol=0, atol=1e-12)
     assert torch.equal(first["weights"], second["weights"])
+
+
+@pytest.mark.parametrize(("kind", "found"), [("width", "5 columns on rank 1"), ("none", "none on rank 1")])
+def test_unlike_batches_are_named_on_all_processes(kind, found, tmp_path):
+    errors = in_two_processes(functools.partial(error_of_unlike_batches, kind), tmp_path)
+    assert all(f"3 columns on rank 0, {found}" in error for error in errors)

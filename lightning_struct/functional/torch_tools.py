@@ -8,7 +8,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Protocol
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 __all__ = [
     "FakeTensor", "TorchDispatchMode", "add_to_each", "average_each", "call_with", "copy_each", "current_backward",
-    "denormals_flushed", "in_eval_mode", "is_functorch_wrapped_tensor", "is_recorded", "norms_of_each",
+    "damaged_part", "denormals_flushed", "in_eval_mode", "is_functorch_wrapped_tensor", "is_recorded", "norms_of_each",
     "opaque_operator", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "triangular_factor",
     "unfused_kernels", "writes_in_place",
 ]  # fmt: skip
@@ -185,3 +187,19 @@ def opaque_operator(
         return function(*tensors, method=method)
 
     return call
+
+
+def damaged_part(file: str | Path) -> str | None:
+    """Find damage in a file of ``torch.save`` by its checksums, which ``torch.load`` does not always compare.
+
+    Args:
+        file: its path.
+
+    Returns:
+        The name of the part, or why the file cannot be read; None if all is as it was written.
+    """
+    try:
+        with ZipFile(file) as archive:
+            return archive.testzip()
+    except BadZipFile as error:
+        return str(error)

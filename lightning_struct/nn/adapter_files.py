@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
+from hashlib import sha256
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.checks import checked
 from lightning_struct.functional.layers.registry import plain_name
+from lightning_struct.functional.torch_tools import damaged_part
 from lightning_struct.nn.adapters import (
     adapter_state_dict,
     add_adapters,
@@ -61,6 +63,8 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
         ...     "adapters.json" in [file.name for file in Path(folder).iterdir()]
         True
     """
+    if meta := [name for name, value in model.named_parameters() if value.is_meta]:
+        raise ValueError(f"{meta[0]} is on the meta device, without numbers: load the weights first")
     described = description_of(model)
     frozen, named = frozen_parameter_names(model), model.named_parameters(remove_duplicate=False)
     described["base_norms"] = norms_of({plain_name(name): p for name, p in named if plain_name(name) in frozen})
@@ -83,13 +87,18 @@ def _write(folder: Path, described: Mapping[str, Any], weights: Mapping[str, Ten
     folder.mkdir(parents=True, exist_ok=True)
     for file in (_SAFE, _PICKLED):  # of an earlier call, perhaps in the other format
         (folder / file).unlink(missing_ok=True)
-    if find_spec("safetensors"):
-        import_module("safetensors.torch").save_file(
-            {name: value.clone() for name, value in weights.items()}, folder / _SAFE
-        )
+    written = folder / (_SAFE if find_spec("safetensors") else _PICKLED)
+    if written.name == _SAFE:
+        import_module("safetensors.torch").save_file({name: value.clone() for name, value in weights.items()}, written)
     else:
-        torch.save(weights, folder / _PICKLED)
+        torch.save(weights, written)
+    described = {**described, "checksum": _checksum(described, written)}
     (folder / _DESCRIPTION).write_text(json.dumps(described, indent=1))
+
+
+def _checksum(described: Mapping[str, Any], file: Path) -> str:
+    """SHA-256 of the description and of the file of the weights."""
+    return sha256(json.dumps(described).encode() + file.read_bytes()).hexdigest()
 
 
 def description_of(model: nn.Module) -> dict[str, Any]:
@@ -222,6 +231,8 @@ def _read(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The description and the weights of a folder, or of a checkpoint."""
     file = source / _DESCRIPTION
     if source.is_file():
+        if (part := damaged_part(source)) is not None:
+            raise ValueError(f"{source} is damaged ({part}): give another checkpoint, or a copy of it")
         checkpoint = torch.load(source, map_location="cpu", weights_only=True)
         if not isinstance(checkpoint, Mapping) or IN_CHECKPOINTS not in checkpoint:
             raise ValueError(f"{source} has no adapters: give a folder of save_adapters or a file of AdapterCheckpoint")
@@ -239,15 +250,22 @@ def _read(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         weights = {}
     if described.get("format") != _FORMAT:
         raise ValueError(f"{source} has format {described.get('format')}, this version reads {_FORMAT}")
-    return described, weights or _weights(source)
+    return described, weights or _weights(source, described)
 
 
-def _weights(folder: Path) -> dict[str, Tensor]:
-    if (folder / _SAFE).is_file():
-        return import_module("safetensors.torch").load_file(folder / _SAFE)
-    if not (folder / _PICKLED).is_file():
+def _weights(folder: Path, described: dict[str, Any]) -> dict[str, Tensor]:
+    file = next((folder / name for name in (_SAFE, _PICKLED) if (folder / name).is_file()), None)
+    if file is None:
         raise FileNotFoundError(f"{folder} has neither {_SAFE} nor {_PICKLED}: copy all files of the adapters")
-    return torch.load(folder / _PICKLED, weights_only=True)
+    written = described.pop("checksum", None)  # version 0.3 has none
+    if written not in (None, _checksum(described, file)):
+        raise ValueError(
+            f"{folder} is damaged: its files are not as save_adapters wrote them. Take another copy; if {_DESCRIPTION} "
+            'was edited, take its "checksum" out'
+        )
+    if file.name == _SAFE:
+        return import_module("safetensors.torch").load_file(file)
+    return torch.load(file, weights_only=True)
 
 
 def _below(

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NoReturn
-from zipfile import BadZipFile, ZipFile, is_zipfile
+from zipfile import is_zipfile
 
 import lightning as L
 import torch
@@ -16,6 +16,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_struct.functional.torch_tools import damaged_part
 from lightning_struct.recipes.catalogue import did_you_mean
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
@@ -176,12 +177,7 @@ def check_checkpoint(path: str | None, recipe: str) -> None:
         return
     if not is_zipfile(path):
         raise MisconfigurationException(f"{path} is no complete checkpoint: name another one.")
-    try:
-        with ZipFile(path) as archive:
-            damaged = archive.testzip()  # by the checksums of torch.save, which torch.load does not always compare
-    except BadZipFile as error:
-        damaged = str(error)
-    if damaged is not None:
+    if (damaged := damaged_part(path)) is not None:
         raise MisconfigurationException(f"{path} is damaged ({damaged}): name another checkpoint, or a copy of it.")
     checkpoint = _content(path)
     if checkpoint is not None and not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():

@@ -282,7 +282,9 @@ def test_an_adapted_head_is_not_resized():
 
 def damaged(folder, **changed):
     file = folder / "adapters.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    described = json.loads(file.read_text()) | changed
+    described.pop("checksum", None)  # as in version 0.3
+    file.write_text(json.dumps(described))
 
 
 def changed_layer(folder, **changed):
@@ -293,6 +295,7 @@ def changed_layer(folder, **changed):
 def other_weights(folder, content):
     (folder / "adapters.safetensors").unlink(missing_ok=True)
     torch.save(content, folder / "adapters.pt")
+    damaged(folder)
 
 
 @pytest.mark.parametrize(
@@ -326,6 +329,18 @@ def test_files_that_do_not_fit_are_refused_and_the_base_stays(base, trained, tmp
     with pytest.raises(ValueError, match=message):
         load_adapters(base, tmp_path)
     assert list(base.state_dict()) == list(before) and all(p.requires_grad for p in base.parameters())
+
+
+@pytest.mark.parametrize("file", ["adapters.json", *FORMATS[-1:]])
+def test_flipped_bytes_are_refused_but_in_files_without_a_checksum(base, trained, file, tmp_path):
+    save_adapters(trained, tmp_path)
+    written = (tmp_path / file).read_bytes()
+    changed = written.replace(b'"dropout": 0.25', b'"dropout": 0.35')
+    (tmp_path / file).write_bytes(changed if file == "adapters.json" else written[:-1] + bytes([written[-1] ^ 4]))
+    with pytest.raises(ValueError, match="is damaged: its files are not as save_adapters wrote them"):
+        load_adapters(base, tmp_path)
+    damaged(tmp_path)
+    load_adapters(base, tmp_path)
 
 
 def test_other_bases_missing_files_and_nan_are_refused(base, trained, tmp_path):

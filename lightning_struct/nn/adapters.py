@@ -84,7 +84,8 @@ def add_adapters(
         include: names ("encoder.0"), patterns ("encoder.*.up"), modules, classes of modules, or functions of (name,
             module). All except functions include everything below them. None: all layers but output layers
             (``get_output_embeddings`` of transformers, or named head, heads, lm_head, classifier, score or fc, of
-            which several layers below it the last one) and those that share their weight with another module.
+            which several layers below it the last one), those that share their weight with another module, and routers
+            (gate or router beside experts).
         exclude: layers that get no adapter, given likewise.
         train: further weights to train: names or patterns of modules ("head") and of parameters ("*.bias"), modules,
             and classes of modules.
@@ -382,8 +383,8 @@ def _with_merged_weights(model: Model) -> Model:
             )
     adapted = {layer: name for name, layer in linear if layer.active is not None}
     attention = [(name, module) for name, module in named if _has_updated_weights(module)]
-    whole_ones = [(name, layer) for layer, name in adapted.items() if not any(map(is_sharded, layer.parameters()))]
-    of_linear = ((name, _merged(layer)) for name, layer in whole_ones)
+    sums = {layer: _merged(layer) for layer in adapted if not any(map(is_sharded, layer.parameters()))}
+    of_linear = ((adapted[layer], merged) for layer, merged in sums.items())
     of_attention = ((name, getattr(module, part)) for name, module in attention for part in module.parametrizations)
     for name, merged in chain(of_linear, of_attention):
         if not bool(merged.isfinite().all()):
@@ -392,7 +393,7 @@ def _with_merged_weights(model: Model) -> Model:
                 "dtype, or damaged. Leave the adapter in, or convert the model first, as by model.float()"
             )
     for layer in adapted:
-        _merge(layer)
+        _set_weight(layer.base, sums.pop(layer) if layer in sums else _merged(layer))
     model = set_modules(model, [(name, layer.base) for name, layer in linear])
     for _, module in attention:
         remove_parametrizations(module)
@@ -689,6 +690,9 @@ def _left_alone(model: nn.Module) -> dict[nn.Module, str]:
         return [layer for layer in layers if layer not in inside][-1:]
 
     for name, module in model.named_modules():
+        if hasattr(module, "experts"):
+            routers = [layer for part, layer in module.named_children() if part in ("gate", "router")]
+            found |= dict.fromkeys(routers, f"it chooses experts: {name_it}")
         output = getattr(module, "get_output_embeddings", lambda: None)()
         heads = last(module) if name.rpartition(".")[2].strip("_") in _HEADS else [output]
         found |= {head: f"it is an output layer: {name_it}" for head in heads if head is not None and head not in found}
@@ -739,6 +743,8 @@ def _places(
             reason = "its weight is made by others"
         elif ".quantized." in type(layer).__module__ and hasattr(layer, "weight"):
             reason = "it is quantised"
+        elif any(p is not None and p.ndim == 3 and len(p) > 1 for p in layer._parameters.values()):
+            reason = "a parameter has three dimensions, as those of experts have"
         if parts:
             places.append((name, layer, parts))
         elif reason is not None:
@@ -853,11 +859,11 @@ def _merged(layer: AdaptedLinear) -> Tensor:
     return updated(whole(getattr(layer.base, matrix.weight)), update)
 
 
-def _merge(layer: AdaptedLinear) -> None:
-    name = _matrix_of(layer.base).weight
-    merged, weight = _merged(layer), getattr(layer.base, name)
+def _set_weight(base: nn.Module, merged: Tensor) -> None:
+    name = _matrix_of(base).weight
+    weight = getattr(base, name)
     if is_sharded(weight):  # the parameters of FSDP2 must stay
         set_values(weight, merged)
         return
     is_parameter = isinstance(weight, nn.Parameter)
-    setattr(layer.base, name, nn.Parameter(merged, weight.requires_grad) if is_parameter else merged)
+    setattr(base, name, nn.Parameter(merged, weight.requires_grad) if is_parameter else merged)

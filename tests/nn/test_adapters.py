@@ -468,6 +468,7 @@ LEFT = {
     "it is recurrent": lambda: nn.Sequential(nn.LSTM(8, 8)),
     "it is quantised": lambda: nn.Sequential(torch.ao.nn.quantized.dynamic.Linear(8, 8)),
     "its weight is made by others": lambda: nn.Sequential(nn.utils.weight_norm(nn.Conv2d(3, 3, 3))),
+    "a parameter has three dimensions, as those of experts have": lambda: nn.Sequential(nn.Bilinear(2, 3, 4)),
     "it is an embedding: its full name in include adapts it": lambda: nn.Sequential(nn.Embedding(8, 8)),
     "exclude has it": lambda: nn.Sequential(nn.Linear(8, 8)),
 }
@@ -511,6 +512,20 @@ def test_heads_and_tied_layers_get_adapters_only_if_they_are_named():
     model = add_adapters(network(), LowRank, include=["lm", "classifier", "last"])
     assert trainable(model) == {
         f"{name}.update.adapter.{factor}" for name in ("lm", "last", "classifier.0", "classifier.1") for factor in "GH"
+    }
+
+
+def test_routers_of_experts_get_no_adapter():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(4, 8, 8))  # one matrix for each expert
+
+    block = nn.ModuleDict({"gate": nn.Linear(8, 4), "experts": Experts(), "o": nn.Linear(8, 8)})
+    skipped = replacement_report(add_adapters(nn.ModuleDict({"block": block}), LowRank)).skipped
+    assert skipped == {
+        "block.gate": "add_adapters: it chooses experts: name it in include to adapt it",
+        "block.experts": "add_adapters: a parameter has three dimensions, as those of experts have",
     }
 
 

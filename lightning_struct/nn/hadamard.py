@@ -146,17 +146,9 @@ class HadamardTerms:
         return (rows[..., : self.input_signs.shape[1]] * self.input_signs).sum(1)
 
     def matmul(self, x: Tensor) -> Tensor:
-        picked = self._spread(x).flatten(-2)[..., self.order] * self.G
+        spread = self._transformed(x.unsqueeze(-2) * self.input_signs)  # H S_j x, (..., t, N)
+        picked = spread.flatten(-2)[..., self.order] * self.G
         return (self._transformed(picked)[..., : self.output_signs.shape[1]] * self.output_signs).sum(-2)
-
-    def inner_products(self, term: int, weight: Tensor) -> Tensor:
-        """⟨M_i, W⟩ for W (m, n), (k,), where M_i is M with G = 1 at entry i of a term, and zero elsewhere."""
-        columns = self._spread(weight).flatten(-2)[..., self.order[term]] * self.output_signs[term][:, None]
-        return self._transformed(columns.T).diagonal()
-
-    def _spread(self, x: Tensor) -> Tensor:
-        """H S_j x, (..., t, N)."""
-        return self._transformed(x.unsqueeze(-2) * self.input_signs)
 
     def _transformed(self, x: Tensor) -> Tensor:
         return hadamard_transform(F.pad(x, (0, self.length - x.shape[-1])), normalize=True)
@@ -261,8 +253,10 @@ class RandomizedHadamard(_HadamardLinear):
         self.G.zero_()
         squared_norm = self.in_features * self.out_features / self.length**2  # of M with a single one in G
         for term in range(self.terms):
-            rest = weight - self.to_dense()
-            self.G[term] = self._prepare_factors().inner_products(term, rest) / squared_norm
+            with torch.enable_grad():  # the inner products of W and what M is with a single one in G
+                M = self.to_dense()
+                (products,) = torch.autograd.grad(M, self.G, weight - M.detach())
+            self.G[term] = products[term] / squared_norm
 
 
 def _random_parts(m: int, n: int, terms: int, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

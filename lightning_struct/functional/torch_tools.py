@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "FakeTensor", "TorchDispatchMode", "add_to_each", "average_each", "call_with", "copy_each", "current_backward",
-    "damaged_part", "denormals_flushed", "in_eval_mode", "is_functorch_wrapped_tensor", "is_recorded", "norms_of_each",
-    "opaque_operator", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "triangular_factor",
-    "unfused_kernels", "writes_in_place",
+    "FakeTensor", "TorchDispatchMode", "add_to_each", "average_each", "call_with", "captured", "copy_each",
+    "current_backward", "damaged_part", "denormals_flushed", "in_eval_mode", "is_functorch_wrapped_tensor",
+    "is_recorded", "joined", "norms_of_each", "opaque_operator", "tree_flatten", "tree_leaves", "tree_map",
+    "tree_unflatten", "triangular_factor", "unfused_kernels", "writes_in_place",
 ]  # fmt: skip
 from torch import _foreach_add_ as add_to_each
 from torch import _foreach_copy_ as copy_each
@@ -51,6 +51,33 @@ def is_recorded() -> bool:
 def norms_of_each(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, order: float = 2) -> tuple[Tensor, ...]:
     """The Euclidean norm of each tensor, or that of another order, all at once; in ``dtype`` if one is given."""
     return torch._foreach_norm(list(tensors), order, dtype) if tensors else ()
+
+
+def captured(function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any] | None:
+    """Capture a function of tensors that stay where they are as one CUDA graph.
+
+    Returns:
+        The function that runs it again, and its results, into whose memory it writes each time; None on other devices
+        than a GPU of CUDA, or if it cannot be captured.
+    """
+    if device.type != "cuda":
+        return None
+    graph, stream, own = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    try:
+        stream.wait_stream(own)
+        with torch.cuda.stream(stream):  # in a first call libraries make their workspaces, which cannot be captured
+            function()
+        own.wait_stream(stream)
+        with torch.cuda.device(device), torch.cuda.graph(graph):
+            results = function()
+    except RuntimeError:
+        return None
+    return graph.replay, results
+
+
+def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """The concatenation of tensors; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def triangular_factor(matrix: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_struct.functional.layers.per_sample import Contribution, Outer
+from lightning_struct.functional.torch_tools import joined
 
 
 class SecondMoments(NamedTuple):
@@ -254,8 +255,7 @@ def _damped_roots(factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[t
         alike[factor.shape[1:] if factor.shape[1] <= _LARGEST_TOGETHER else number].append(number)
     roots: dict[int, tuple[Tensor, ...]] = {}
     for numbers in alike.values():
-        damped, shift = torch.cat([factors[i] for i in numbers]), shifts[numbers[0]]
-        shift = shift if len(numbers) == 1 else torch.cat([shifts[i] for i in numbers])
+        damped, shift = torch.cat([factors[i] for i in numbers]), joined([shifts[i] for i in numbers])
         if damped.ndim == 2:
             root = damped.add_(shift[:, None]).sqrt_()
             norm = torch.linalg.vector_norm(root, dim=1)

@@ -282,8 +282,10 @@ class FactoredJacobian(Jacobian):
 def lower_gram(matrix: Tensor) -> Tensor:
     """The lower triangle of A Aᵀ, in blocks that reach beyond it: half of the products. Torch has no ``syrk``."""
     rows = len(matrix)
-    gram = matrix.new_zeros(rows, rows)
     size = max(64, -(-rows // _BLOCKS))
+    if rows <= size:
+        return matrix @ matrix.mT
+    gram = matrix.new_zeros(rows, rows)
     for first in range(0, rows, size):
         last = min(first + size, rows)
         gram[first:last, :last] = matrix[first:last] @ matrix[:last].mT

@@ -7,6 +7,7 @@ the module's work in Python, its own derivatives above all, is then done once, a
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -24,6 +25,9 @@ from lightning_struct.functional.residuals.residuals import residual_blocks
 from lightning_struct.functional.torch_tools import (
     TorchDispatchMode,
     call_with,
+    captured,
+    copy_each,
+    norms_of_each,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -59,7 +63,7 @@ class BatchRecords:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._kept: dict[str, GraphModule] = {}  # the last one
+        self._kept: dict[str, Replayed] = {}  # the last one
         self.refused = False
 
     def __getstate__(self) -> dict[str, Any]:  # a copy records anew
@@ -89,8 +93,8 @@ class BatchRecords:
         self._kept = {}
         try:
             with context():
-                graph = recorded_graph(batch, params, buffers, inputs.tensors)
-            self.refused = not fits(whole := RecordedBatch(graph, inputs, buffers))
+                record = Replayed(recorded_graph(batch, params, buffers, inputs.tensors))
+            self.refused = not fits(whole := RecordedBatch(record, inputs, buffers))
         except torch.OutOfMemoryError:
             return None
         except Exception as error:  # noqa: BLE001  # a module may do anything, and a failure to record is no error
@@ -98,25 +102,62 @@ class BatchRecords:
             self.refused = True
         if self.refused:
             return None
-        self._kept = {key: graph}
+        self._kept = {key: record}
         return whole
+
+
+class Replayed:
+    """A recorded graph that a GPU runs as one CUDA graph: the host starts it at once, not operation by operation.
+
+    It is captured in the second call with tensors of the same sizes, and anew for other ones. On the CPU, and if it
+    cannot be captured or draws random numbers, each call runs the operations.
+
+    Args:
+        graph: see :func:`recorded_graph`.
+    """
+
+    def __init__(self, graph: GraphModule) -> None:
+        self.graph, self._key = graph, ""
+        self._inputs: list[Tensor] = []
+        self._captured: tuple[Callable[[], None], Any] | None = None
+        tags = [getattr(node.target, "tags", ()) for node in graph.graph.nodes]
+        self._refused = any(torch.Tag.nondeterministic_seeded in of_node for of_node in tags)
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self._refused:
+            return self.graph(*tensors)
+        constants = [t.data_ptr() for t in (*self.graph.parameters(), *self.graph.buffers())]  # they may move
+        key = f"{[(t.shape, t.dtype, t.device) for t in tensors]} {constants}"
+        if key != self._key:
+            self._key, self._captured = key, None
+            return self.graph(*tensors)
+        if self._captured is None:
+            self._inputs = [t.clone() for t in tensors]
+            self._captured = captured(partial(self.graph, *self._inputs), tensors[0].device)
+            self._refused = self._captured is None
+        if self._captured is None:
+            return self.graph(*tensors)
+        copy_each(self._inputs, tensors)
+        replay, results = self._captured
+        replay()
+        return tree_map(torch.clone, results)
 
 
 class RecordedBatch:
     """A batch by a graph of operations on weights, buffers and tensors of the inputs that returns its blocks."""
 
-    def __init__(self, graph: GraphModule, inputs: BatchInputs, buffers: Parameters) -> None:
-        self._graph, self._inputs, self._buffers = graph, inputs, buffers
+    def __init__(self, record: Replayed, inputs: BatchInputs, buffers: Parameters) -> None:
+        self._record, self._inputs, self._buffers = record, inputs, buffers
 
     def values(self, params: Parameters) -> dict[str, Tensor]:
         """The residuals by block."""
         with torch.no_grad():
-            return self._graph(*tree_leaves((params, self._buffers, self._inputs.tensors)))
+            return self._record(*tree_leaves((params, self._buffers, self._inputs.tensors)))
 
     def gives(self, blocks: Parameters, params: Parameters) -> bool:
         """Whether these are the values of the blocks."""
         values = self.values(params)
-        largest = partial(largest_number, self._graph, params, self._buffers, self._inputs.tensors)
+        largest = partial(largest_number, self._record.graph, params, self._buffers, self._inputs.tensors)
         return values.keys() == blocks.keys() and all(
             is_equal_up_to_rounding(values[name], block, largest) for name, block in blocks.items()
         )
@@ -165,7 +206,7 @@ def is_equal_up_to_rounding(values: Tensor, block: Tensor, largest: Callable[[],
     """
     if values.numel() != block.numel():
         return False
-    maxima = torch.stack([(values.view_as(block) - block).abs().max(), block.abs().max()])
+    maxima = torch.stack(norms_of_each([values.view_as(block) - block, block], order=math.inf))
     (difference, size), eps = maxima.tolist(), torch.finfo(block.dtype).eps
     return difference <= eps**0.5 * size or difference <= min(eps**0.5, _ROUNDING * eps) * largest()
 

@@ -31,6 +31,7 @@ from lightning_struct.functional.residuals.recorded_batch import (
     Context,
     Parameters,
     RecordedBatch,
+    Replayed,
     called_blocks,
     is_equal_up_to_rounding,
     largest_number,
@@ -38,7 +39,7 @@ from lightning_struct.functional.residuals.recorded_batch import (
     without_writes,
 )
 from lightning_struct.functional.residuals.weight_products import OuterFactors, WeightProducts
-from lightning_struct.functional.torch_tools import tree_leaves
+from lightning_struct.functional.torch_tools import joined, tree_leaves
 
 # Numbers and rows of the Jacobian that are computed at once: their intermediate values take several times as much
 # memory, and pass the processor's caches sooner if the rows are short. A GPU waits for each operation of the host.
@@ -105,7 +106,7 @@ class BatchResiduals:
             parts = self._call(params)
         else:
             parts = {name: rows.values(params) for name, rows in by_rows.items() if rows is not None}
-        return torch.cat([parts[name].detach().reshape(-1) for name in self.blocks])
+        return joined([parts[name].detach().reshape(-1) for name in self.blocks])
 
     def graph(self, params: Parameters) -> Tensor:
         """r(w), (N,), as a function of ``params`` that autograd differentiates."""
@@ -318,7 +319,7 @@ class _Record:
             if dim is None and place.users
         }
         self.derivative_is_checked = False
-        self._batches: dict[str, GraphModule | None] = {}  # of the gradients, by the shapes of their inputs
+        self._batches: dict[str, Replayed | None] = {}  # of the gradients, by the shapes of their inputs
 
     def gradients(
         self, params: Parameters, buffers: Parameters, tensors: list[Tensor], dims: list[int | None]
@@ -337,9 +338,11 @@ class _Record:
                 self._batches.clear()
             self._batches[key] = None
         elif not torch.is_autocast_enabled(tensors[0].device.type):
-            self._batches[key] = graph = self._batches[key] or recorded_graph(over_rows, params, buffers, tensors)
+            self._batches[key] = record = self._batches[key] or Replayed(
+                recorded_graph(over_rows, params, buffers, tensors)
+            )
             with torch.no_grad():
-                return graph(*tree_leaves((params, buffers, tensors)))
+                return record(*tree_leaves((params, buffers, tensors)))
         return over_rows(params, buffers, tensors)
 
     def remove_detachments(self, params: Parameters) -> None:
@@ -416,7 +419,7 @@ class _Rows:
                     products[name].append(OuterProducts(left, right))
                 else:
                     next(columns).copy_(OuterProducts(left, right).dense().flatten(1))
-        return torch.cat(values), {name: _joined(parts) for name, parts in products.items()}
+        return joined(values), {name: _joined(parts) for name, parts in products.items()}
 
     def has_derivative_of(self, residuals: Tensor, point: Parameters) -> bool:
         """Whether uᵀJ is that of autograd, for one random u that is zero but at points where J is large."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_struct.functional.torch_tools import tree_leaves, tree_map
+from lightning_struct.functional.torch_tools import joined, tree_leaves, tree_map
 
 _aten = torch.ops.aten
 _SAME, _TURNED = (_aten.alias.default,), (_aten.t.default, _aten.transpose.int)
@@ -90,13 +90,10 @@ class WeightProducts:
             operand = operand.expand(len(residuals), *operand.shape)
             parts.setdefault(use.name, []).append((slope, operand) if use.turned else (operand, slope))
         sums = {
-            name: (_joined([left for left, _ in of]), _joined([right for _, right in of])) for name, of in parts.items()
+            name: (joined([left for left, _ in of], 1), joined([right for _, right in of], 1))
+            for name, of in parts.items()
         }
         return residuals, gradients, sums
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _ancestors_of_output(graph: Graph) -> set[Node]:

@@ -215,10 +215,8 @@ def _solved(triangle: Tensor, b: Tensor, upper: bool) -> Tensor:
 
 def _largest_eigenvalue(lower: Tensor, start: Tensor) -> float:
     """An estimate from below for the symmetric matrix of this lower triangle, by power iteration."""
-    lower, vector = lower.tril(), start.to(lower)
-    largest = lower.new_zeros(())
+    matrix, product = lower.tril() + lower.tril(-1).mT, start.to(lower)
     for _ in range(_POWER_ITERATIONS):
-        vector = vector / torch.linalg.vector_norm(vector)
-        product = lower @ vector + lower.mT @ vector - lower.diagonal() * vector
-        largest, vector = torch.dot(vector, product), product
-    return max(largest.item(), 0.0)
+        vector = product / torch.linalg.vector_norm(product)
+        product = matrix @ vector
+    return max(torch.dot(vector, product).item(), 0.0)

@@ -25,8 +25,12 @@ def any_not_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     tensors = [t for t in tensors if t.is_floating_point() and t.numel()]
     if not tensors:
         return torch.zeros((), dtype=torch.bool, device=device)
-    largest = torch.stack(norms_of_each(tensors, order=math.inf)).max()
-    return (largest - largest != 0).to(device)  # NaN - NaN and ∞ - ∞ are NaN
+    return not_finite(torch.stack(norms_of_each(tensors, order=math.inf)).max()).to(device)
+
+
+def not_finite(numbers: Tensor) -> Tensor:
+    """Whether each number is NaN or infinite, by fewer operations than ``isfinite`` takes."""
+    return numbers - numbers != 0  # NaN - NaN and ∞ - ∞ are NaN
 
 
 def checks_before_forward(device: torch.device) -> bool:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
-from lightning_struct.functional.residuals.recorded_batch import recorded_graph
+from lightning_struct.functional.residuals import recorded_batch
+from lightning_struct.functional.residuals.recorded_batch import Replayed, recorded_graph
 
 W, X = torch.tensor([2.0, -1.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
 FACTORS = torch.tensor([3.0, 5.0])
@@ -71,6 +72,29 @@ def test_a_record_computes_what_its_function_does(name: str, mode: Callable[[], 
             expected = CASES[name](w, x)
             torch.manual_seed(0)
             torch.testing.assert_close(graph(w, x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("can_be_captured", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_a_record_that_is_replayed_in_its_own_memory_computes_the_same(
+    name: str, can_be_captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures = []
+
+    def captured(function: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], object], Tensor] | None:
+        """Without a GPU: like a CUDA graph, it works in the memory of its first run."""
+        captures.append(result := function())
+        return (lambda: result.copy_(function()), result) if can_be_captured else None
+
+    monkeypatch.setattr(recorded_batch, "captured", captured)
+    of_record = {"w": W.clone()}, {}, [X.clone()]
+    graph = recorded_graph(lambda params, _, tensors: CASES[name](params["w"], *tensors), *of_record)
+    with torch.no_grad():
+        record, points = Replayed(graph), [(W, X), (W + 1, X.sin()), (W.cos(), 2 * X), (-W, X + 1)]
+        seeded = [(torch.manual_seed(0), record(w, x))[1] for w, x in points]
+        expected = [(torch.manual_seed(0), graph(w, x))[1] for w, x in points]
+        assert all(map(torch.equal, seeded, expected))  # and no call has changed the result of another
+        assert len(captures) == (name != "random numbers")
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,16 @@ from lightning_struct.functional.residuals.jacobians import (
 )
 from lightning_struct.functional.residuals.residual_rows import BatchResiduals, RowRecords
 from lightning_struct.functional.residuals.residuals import LeastSquares
-from lightning_struct.functional.torch_tools import tree_leaves
+from lightning_struct.functional.torch_tools import joined, norms_of_each, tree_leaves
 from lightning_struct.functional.vectors import inner
-from lightning_struct.optim.shf.samples import FlatWeights, any_not_finite, arguments, check_data, refusal_of_batch
+from lightning_struct.optim.shf.samples import (
+    FlatWeights,
+    any_not_finite,
+    arguments,
+    check_data,
+    not_finite,
+    refusal_of_batch,
+)
 from lightning_struct.optim.shf.step_state import BufferUpdates
 
 # Parts of a batch whose gradients tell the variance, where J is not formed.
@@ -84,9 +91,9 @@ class ResidualBatch:
         args = arguments(inputs)
         check_data(args, None)
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        flags = [any_not_finite(tensors, self._device)]
+        of_inputs = any_not_finite(tensors, self._device)[None]
         if self._device.type == "cpu":  # else they are looked at with the loss
-            _refuse_not_finite(_gathered(flags).tolist(), ())
+            _refuse_not_finite(all_gather_rows(of_inputs).tolist(), ())
         self.args, self._repeated = args, _repeating(random_state(*tensors), self._device)
         self._batch = BatchResiduals(records, weights, args, self._repeated)
         blocks = self._batch.blocks
@@ -106,15 +113,19 @@ class ResidualBatch:
         ).to(self._device)
         # In the dtype of the weights, as those of all other values of f: autocast and modules may round residuals.
         wide = {name: block.to(self._dtype) for name, block in blocks.items()}
-        squares = [0.5 * inner(block, block) / counts[name] for name, block in wide.items()]
+        squares = [inner(block, block) for block in wide.values()]
         self.rows = sum(counts[name] * _row_size(block) for name, block in blocks.items())
-        self.residual = self._scaled(torch.cat([block.reshape(-1) for block in blocks.values()]))
-        of_all = 0.5 * inner(self.residual, self.residual)  # as `value_of` has it, to be compared with that
-        flags += [any_not_finite([block], self._device) for block in blocks.values()]
-        of_processes, losses = _gathered(flags).double(), all_reduce(torch.stack([*squares, of_all]))
-        numbers = torch.cat([of_processes.reshape(-1), losses]).tolist()  # one look at the device
-        _refuse_not_finite([numbers[r * len(flags) :][: len(flags)] for r in range(len(of_processes))], blocks)
-        *block_losses, self.value = numbers[of_processes.numel() :]
+        self.residual = self._scaled(joined([block.reshape(-1) for block in blocks.values()]))
+        of_all = inner(self.residual, self.residual)  # as `squares_of` has it, to be compared with that
+        of_blocks = not_finite(torch.stack(norms_of_each(list(blocks.values()), order=math.inf)))
+        flags = all_gather_rows(torch.cat([of_inputs, of_blocks.to(self._device)]))
+        losses = all_reduce(torch.stack([*squares, of_all]))
+        numbers = torch.cat([flags.reshape(-1), losses]).tolist()  # one look at the device
+        size = flags.shape[1]
+        _refuse_not_finite([numbers[r * size :][:size] for r in range(len(flags))], blocks)
+        *of_each, of_residual = numbers[flags.numel() :]
+        self.value = 0.5 * of_residual
+        block_losses = [0.5 * square / counts[name] for name, square in zip(blocks, of_each, strict=True)]
         self.block_losses = dict(zip(blocks, block_losses, strict=True))
         self.plain_value = sum(block_losses) if self.penalties else self.value
         if not math.isfinite(self.value):
@@ -133,9 +144,9 @@ class ResidualBatch:
         """r(w + d), this process's rows."""
         return self._scaled(self._batch.values(self.weights.unflat(self.weights.vector + d)))
 
-    def value_of(self, residual: Tensor) -> Tensor:
-        """½‖r‖² over all processes, (), float64."""
-        return 0.5 * all_reduce(inner(residual, residual))
+    def squares_of(self, residual: Tensor) -> Tensor:
+        """‖r‖² over all processes, (), float64."""
+        return all_reduce(inner(residual, residual))
 
     def plain_value_of(self, residual: Tensor, value: float) -> float:
         """½‖r‖² without penalties, over all processes, of residuals with this ½‖r‖²."""
@@ -261,13 +272,13 @@ class ResidualModel:
             squares.append(jacobian.squared_norms(self.residual[rows], count, rows))
             sums.append(jacobian.transposed_product(self.residual[rows], rows))
             first += size
-        bad = torch.stack([~part.sum(dtype=torch.float64).isfinite() for part in jacobian.parts()]).any().double()
+        bad = not_finite(torch.stack([part.sum(dtype=torch.float64) for part in jacobian.parts()])).any()
         of_samples, sums_of_all = all_reduce(torch.stack([bad, *squares])), all_reduce(torch.stack(sums))
         self.gradient = sums_of_all.sum(0)
         of_blocks = [inner(block_sum, block_sum) for block_sum in sums_of_all]
         of_gradient = inner(self.gradient, self.gradient)
-        not_finite, *numbers = torch.cat([of_samples, torch.stack([*of_blocks, of_gradient])]).tolist()
-        if not_finite:
+        is_bad, *numbers = torch.cat([of_samples, torch.stack([*of_blocks, of_gradient])]).tolist()
+        if is_bad:
             raise NotFinite(
                 "the derivatives of the residuals in the weights hold NaN or infinity, the residuals do not: look for "
                 "a root or a norm at zero. The weights are unchanged"
@@ -316,11 +327,6 @@ def _repeating(state: RandomState, device: torch.device) -> Callable[[], Abstrac
             yield
 
     return context
-
-
-def _gathered(flags: Sequence[Tensor]) -> Tensor:
-    """Flags (), of all processes, (processes, flags)."""
-    return all_gather_rows(torch.stack(list(flags)))
 
 
 def _refuse_not_finite(flags: Sequence[Sequence[float]], blocks: Iterable[str]) -> None:

@@ -423,14 +423,14 @@ class DampedSteps:
         d = self._solver.direction(damping)
         batch = model.batch
         residual = batch.residual_at(d)
-        ends = batch.value_of(residual), batch.value_of(model.residual + self._solver.product(d))
-        value, predicted = torch.stack(ends).tolist()
+        ends = batch.squares_of(residual), batch.squares_of(model.residual + self._solver.product(d))
+        value, predicted = (0.5 * square for square in torch.stack(ends).tolist())
         for _ in range(self._corrections):
             if not math.isfinite(value) or value <= (1.0 + _REST) * predicted:
                 break
             corrected = self._solver.corrected(d, residual, damping)
             new = batch.residual_at(corrected)
-            lower = batch.value_of(new).item()
+            lower = 0.5 * batch.squares_of(new).item()
             if not lower < value:
                 break
             is_slow = lower - predicted > _GAIN * (value - predicted)

@@ -39,8 +39,8 @@ class _Module(backend_registration._DummyBackendModule):
 backend_registration._setup_privateuseone_for_python_backend("standin", _Module())
 DEVICE = torch.device("standin", 0)
 
-# Operations that only make memory, beside the views, which their schemas show.
-_ALLOCATES = ("empty", "new_empty", "_unsafe_view")
+# Operations that compute nothing, beside the views that their schemas show.
+_COMPUTES_NOTHING = ("empty", "new_empty", "_unsafe_view", "squeeze_", "unsqueeze_")
 
 # Operations whose result, or its size, the host needs before it goes on.
 _WAITS = {
@@ -184,7 +184,7 @@ class _Operations(TorchDispatchMode):
         name = func.__name__.removesuffix(".default")
         self._check(func, name, tensors, here)
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if not is_view and not name.startswith(_ALLOCATES):
+        if not is_view and not name.startswith(_COMPUTES_NOTHING):
             self._device.operations[name] += 1
         on_device = bool(here)
         if asked is not None:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from lightning_struct.collective import all_reduce_together
-from lightning_struct.functional.curvature.recursive_least_squares import InverseAutocorrelation
+from lightning_struct.functional.curvature.recursive_least_squares import InverseAutocorrelation, dots
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -120,7 +120,8 @@ class Gain:
 
     def product(self, applied: Tensor) -> Tensor:
         """(T/r) XᵀX of (groups, d)."""
-        return torch.bmm(torch.bmm(self.rows, applied.unsqueeze(-1)).mT, self.rows).squeeze(1).mul_(self.scale)
+        along, rows = torch.bmm(self.rows, applied.unsqueeze(-1)).mT, self.rows
+        return torch.baddbmm(applied.unsqueeze(1), along, rows, beta=0, alpha=self.scale).squeeze(1)
 
 
 def largest_gains(gains: Mapping[Name, Gain]) -> dict[Name, Tensor]:
@@ -142,8 +143,8 @@ def largest_gains(gains: Mapping[Name, Gain]) -> dict[Name, Tensor]:
             product, tiny = products[name], torch.finfo(gain.direction.dtype).tiny
             norm = torch.linalg.vector_norm(product, dim=1, keepdim=True)
             if iteration == last[name]:
-                before = torch.linalg.vecdot(applied[name], directions[name]).clamp_(min=tiny)
-                largest[name] = torch.linalg.vecdot(applied[name], product).div_(before)
+                before = dots(applied[name], directions[name]).clamp_(min=tiny)
+                largest[name] = dots(applied[name], product).div_(before)
                 torch.where(norm > tiny, product.div_(norm), gain.direction, out=gain.direction)
             else:
                 directions[name] = product.div_(norm.clamp_(min=tiny))
@@ -166,4 +167,4 @@ def limit_coefficient(largest: Tensor, bound: float, weights: int, h: Tensor, sc
     """
     allowed = (h / weights).clamp_(min=bound)
     largest = largest if scale <= 1 else largest * scale
-    return allowed / torch.maximum(largest, allowed)
+    return allowed.div_(torch.maximum(largest, allowed))

@@ -133,11 +133,17 @@ def batch_sum(tensor: Tensor) -> Tensor:
     ``Tensor.sum`` over the batch is many times slower if the channels are last.
     """
     if tensor.ndim == 2:
-        return tensor.new_ones(tensor.shape[0]) @ tensor
+        return _ones(len(tensor), tensor.dtype, tensor.device) @ tensor
     order = sorted(range(1, tensor.ndim), key=tensor.stride, reverse=True)
     flat = tensor.permute(0, *order).flatten(1)
-    total = (tensor.new_ones(tensor.shape[0]) @ flat).view([tensor.shape[dimension] for dimension in order])
+    total = _ones(len(tensor), tensor.dtype, tensor.device) @ flat
+    total = total.view([tensor.shape[dimension] for dimension in order])
     return total.permute([order.index(dimension) for dimension in range(1, tensor.ndim)])
+
+
+@lru_cache(maxsize=16)
+def _ones(number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(number, dtype=dtype, device=device)
 
 
 @lru_cache(maxsize=1024)

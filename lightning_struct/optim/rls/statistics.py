@@ -106,8 +106,9 @@ class Statistics:
             if self.sampled < MOST_SAMPLED:
                 self.sampled += use.sample.shape[1]
                 # A copy, with the entries of the biases: others may write to the inputs of a layer.
-                sample = nn.functional.pad(use.sample, (0, self.biases))
-                if use.bias is not None:
+                has_all = use.bias is not None and self.biases == 1
+                sample = nn.functional.pad(use.sample, (0, self.biases), value=float(has_all))
+                if use.bias is not None and not has_all:
                     sample.select(2, use.bias - self.biases).fill_(1)
                 self.samples.append(Sample(sample, use.rows / use.sample.shape[1]))
             else:

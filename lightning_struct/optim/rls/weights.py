@@ -206,9 +206,9 @@ class TrainedWeight:
         u = P.apply(mean)  # u = P x̄: (54)
         h = gain(mean, u, kT, P.forgetting)  # h = λ + kT x̄ᵀu: (55)
         together = bounds.max_gain is not None and bounds.weights > 1
-        rate = h.reciprocal().mul_(scale * (lr * bounds.clip * (TOGETHER if together else 1.0)))  # η/h
+        factor = h.reciprocal().mul_(-scale * (lr * bounds.clip * (TOGETHER if together else 1.0)))  # -η/h
         if bounds.largest_gain is not None and bounds.max_gain is not None:
-            rate.mul_(limit_coefficient(bounds.largest_gain, bounds.max_gain, bounds.weights, h, scale))
+            factor.mul_(limit_coefficient(bounds.largest_gain, bounds.max_gain, bounds.weights, h, scale))
 
         theta = self._theta()
         kept = 1 - lr * group["weight_decay"]
@@ -220,19 +220,19 @@ class TrainedWeight:
             theta_norm, gradient_norm = bounds.norms
             first_norm = math.sqrt(self.groups * self.outputs / 3)  # of a weight of this shape as nn.Linear draws it
             most = (1 - momentum) * lr * LARGEST_CHANGE * max(kept * theta_norm, first_norm)
-            # Unless it forgets, P <= I. Looking at the rate waits for devices other than a CPU.
-            if rate.device.type == "cpu" and P.forgetting == 1 and max(rate.tolist()) * gradient_norm <= most:
+            # Unless it forgets, P <= I. Looking at the factor waits for devices other than a CPU.
+            if factor.device.type == "cpu" and P.forgetting == 1 and -min(factor.tolist()) * gradient_norm <= most:
                 most = None
         if momentum:
             if "velocity" not in state:
                 state["velocity"] = [torch.zeros_like(part) for part in theta]
             for velocity in state["velocity"]:
                 velocity.mul_(momentum)
-            self._add_step_(state["velocity"], P, rate.neg_(), most)  # Ω ← αΩ - (η/h) ∇ P: (99)
+            self._add_step_(state["velocity"], P, factor, most)  # Ω ← αΩ - (η/h) ∇ P: (99)
             for part, velocity in zip(theta, state["velocity"], strict=True):
                 part.add_(velocity)  # Θ ← Θ + Ω: (100)
         else:
-            self._add_step_(theta, P, rate.neg_(), most)  # Θ ← Θ - (η/h) ∇ P: (62), (63) and (97)
+            self._add_step_(theta, P, factor, most)  # Θ ← Θ - (η/h) ∇ P: (62), (63) and (97)
 
         P.update_(mean, u, h, kT)  # P ← P/λ - kT/(λh) u uᵀ: (53), (84) and (94)
         state.update(P.state())
@@ -272,7 +272,7 @@ class TrainedWeight:
         norms = torch.cat([torch.linalg.vector_norm(product, dim=2) for product in products], 1)
         norm = torch.linalg.vector_norm(norms * factor.unsqueeze(1))
         assert most is not None
-        factor = factor * (most / norm.clamp_(min=max(most, torch.finfo(norm.dtype).tiny)))
+        factor = factor / norm.div_(max(most, torch.finfo(norm.dtype).tiny)).clamp_(min=1.0)
         for target, product in zip(targets, products, strict=True):
             target.addcmul_(product, factor.view(-1, 1, 1))
 

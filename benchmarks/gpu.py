@@ -356,7 +356,7 @@ def autoencoder(device: str, short: bool, task: str, config: str) -> Result:
 
 def papers(device: torch.device, short: bool) -> Iterator[Result]:
     """The papers' autoencoders by the recipes: SHF.paper, SHF as it is, Martens' settings."""
-    ways = product([device.type], [short], ("curves", "mnist"), ("shf", "kronecker", "hf"))
+    ways = product([device.type], [short], ("curves", "mnist"), ("kronecker", "shf", "hf"))
     yield from at_once(device, autoencoder, list(ways)[: 1 if short else None])
 
 

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import cycle, islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -121,13 +121,6 @@ def standardised(inputs: Tensor) -> Tensor:
 # --- who learns -------------------------------------------------------------------------------------------------------
 
 
-class Learner(Protocol):
-    def predict(self, inputs: Tensor) -> Tensor:
-        """(n, outputs)"""
-
-    def learn(self, inputs: Tensor, targets: Tensor) -> None: ...
-
-
 class Trained:
     """A linear layer, from zeros, and its optimizer."""
 
@@ -207,10 +200,10 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Way:
-    """Learners of one kind, by a setting; exact linear ones need no standardised features."""
+    """Learners of one kind, which predict and learn, by a setting; exact linear ones need no standardised features."""
 
     settings: Sequence[Any]
-    make: Callable[[Stream, Any], Learner]
+    make: Callable[[Stream, Any], Any]
     standardised: bool = True
 
 
@@ -266,7 +259,6 @@ def run(task: str, name: str, setting: Any, seed: int, data: Stream) -> Run:
         "setting": setting,
         "seed": seed,
         "error": joined.mean().item(),
-        "late": joined[-len(joined) // 4 :].mean().item(),
         "microseconds": 1e6 * seconds / len(joined),
     }
 
@@ -517,13 +509,13 @@ def chosen_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def print_table(task: str, runs: Sequence[Run]) -> None:
     form = "{:.3f}" if task == "trump" else "{:.1%}"
-    harness.print_header(f"{task}: way", "setting", "error", "error of the last quarter", "µs a sample")
+    harness.print_header(f"{task}: way", "setting", "error", "µs a sample")
     chosen = chosen_runs(runs)
     for way, best in sorted(chosen.items(), key=lambda item: statistics.median(r["error"] for r in item[1])):
-        errors, late = ([r[key] for r in best] for key in ("error", "late"))
+        errors = [r["error"] for r in best]
         cost = f"{statistics.median(r['microseconds'] for r in best):.0f}"
         setting = "" if best[0]["setting"] is None else best[0]["setting"]
-        harness.print_row(way, setting, harness.spread(errors, form), harness.spread(late, form), cost)
+        harness.print_row(way, setting, harness.spread(errors, form), cost)
 
 
 def main() -> None:

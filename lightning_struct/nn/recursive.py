@@ -113,7 +113,10 @@ class RecursiveLinear(nn.Linear):
         ridge, dtype = self._ridge, self._parameters["weight"].dtype  # type: ignore[union-attr]
         is_quick = ridge.is_quick and weights is None and world_size() == 1  # as little as can be, for streams
         row = _row(x, self.in_features) if is_quick else None
-        if row is not None and (target := _row(y, self.out_features)) is not None:
+        target = _row(y, self.out_features) if row is not None else None
+        if row is not None and target is None:  # labels, targets (1,), or what is no tensor
+            target = _row(self._targets(self._numbers("y", y), torch.Size([1])).double(), self.out_features)
+        if target is not None:
             ridge.learn_row(row, target, dtype)
         else:
             x, y = self._numbers("x", x), self._numbers("y", y)

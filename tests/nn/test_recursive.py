@@ -231,6 +231,17 @@ def test_arrays_and_lists_are_tensors(convert):
     assert torch.equal(trained.predictive_variance(convert(x)), trained.predictive_variance(x))
 
 
+@pytest.mark.parametrize("outputs", [1, OUTPUTS])
+def test_rows_alone_may_have_targets_of_any_form(outputs):
+    (x, y), options = data(), {"forgetting": 0.9, "dtype": torch.float64}
+    labels = torch.arange(ROWS) % OUTPUTS
+    expected, trained = (RecursiveLinear(INPUTS, outputs, **options) for _ in range(2))
+    for row, target, label in zip(x.split(1), y.split(1), labels.split(1), strict=True):
+        expected.update(row, target[:, :1] if outputs == 1 else nn.functional.one_hot(label, OUTPUTS).double())
+        trained.update(row, target[:, 0] if outputs == 1 else label)
+    assert torch.equal(joined(trained), joined(expected))
+
+
 def test_conversions_leave_the_state_alone():
     (x, y), trained = data(), layer()
     trained.update(x, y)

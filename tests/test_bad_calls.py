@@ -143,7 +143,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     **dict.fromkeys(("adapter_state_dict", "disable_adapters", "unload_adapters", "freeze", "layer_structure",
                      "merge_adapters", "merged_adapters", "replacement_report"), lambda: {"model": adapted()}),
     **dict.fromkeys(("Ball", "Sphere"), lambda: {"center": [0.0], "radius": 1.0}),
-    **dict.fromkeys(("FactoredLeastSquares", "GramLeastSquares"), lambda: {"jacobian": matrix}),
+    "GramLeastSquares": lambda: {"jacobian": matrix},
     **dict.fromkeys(("GradientNormRecorder", "per_sample_gradient_norms", "RLS"), lambda: {"module": linear()}),
     **dict.fromkeys(("hankel_like_matmul", "toeplitz_like_matmul"), lambda: {"x": vector, **generators}),
     **dict.fromkeys(("laplacian", "partial_derivatives"),

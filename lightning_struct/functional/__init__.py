@@ -26,7 +26,6 @@ from lightning_struct.functional.solvers.conjugate_gradient import ConjugateGrad
 from lightning_struct.functional.solvers.curve_fit import CurveFit, curve_fit, levenberg_marquardt
 from lightning_struct.functional.solvers.damping import ScaledDamping, next_batch_rule, reduction_ratio_rule
 from lightning_struct.functional.solvers.factored_least_squares import (
-    FactoredLeastSquares,
     GramLeastSquares,
 )
 from lightning_struct.functional.solvers.least_squares import LeastSquaresResult, RightPreconditioner, lsmr
@@ -58,7 +57,7 @@ from lightning_struct.functional.structured.tridiagonal import tridiagonal_matmu
 
 __all__ = [
     "BinaryCrossEntropy", "ConjugateGradientResult", "CrossEntropy", "CurveFit", "DenseJacobian", "Derivatives",
-    "DisplacementOperator", "FactoredLeastSquares", "GaussNewtonLoss", "GradientNormRecorder", "GramLeastSquares",
+    "DisplacementOperator", "GaussNewtonLoss", "GradientNormRecorder", "GramLeastSquares",
     "Jacobian", "LayerCall", "LeastSquares", "LeastSquaresResult", "LineSearchResult", "Linearization", "Matrix",
     "ParameterNorms", "ProjectedLeastSquares", "RightPreconditioner", "ScaledDamping", "ShiftOperator",
     "SquaredError", "SubdiagonalOperator", "TridiagonalOperator", "armijo", "cauchy_like_matmul", "circulant_matmul",

@@ -1,106 +1,30 @@
 """Damped least squares of one matrix: any damping and any right-hand side.
 
-A QR factorisation of the shorter side of J and the singular values of the triangle R keep all digits; JᵀJ, with a
-Cholesky factorisation for each λ that is tried, takes a fraction of the time, and squares the condition of J, which
-does no harm if λ is not too small: rounding changes J Jᵀ by about ε σ₁², and the residual r of the solution, J Jᵀ y
-= b - r with y = r/λ², by about ε σ₁²/λ² of itself. For smaller λ a second Gram matrix, of J with the first Cholesky
-factor divided out, has nearly the digits of a QR.
+JᵀJ, with a Cholesky factorisation for each λ that is tried, takes a fraction of the time of a QR factorisation and an
+SVD. It squares the condition of J, which does no harm if λ is not too small: rounding changes J Jᵀ by about ε σ₁², and
+the residual r of the solution, J Jᵀ y = b - r with y = r/λ², by about ε σ₁²/λ² of itself. For smaller λ a second Gram
+matrix, of J with the first Cholesky factor divided out, has nearly the digits of a QR.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.checks import NotFinite, check_dense, checked, require_real
+from lightning_struct.functional.checks import check_dense, checked, require_real
 from lightning_struct.functional.randomness import normal_numbers
 from lightning_struct.functional.residuals.jacobians import DenseJacobian, Jacobian, lower_gram
 
 _POWER_ITERATIONS = 8
 
 
-class _AllDampings(ABC):
-    """min ‖J d - b‖² + λ²‖d‖² for one factored J (N, P) and any b and λ > 0: O(N P) each."""
-
-    largest_singular_value: float
-
-    @abstractmethod
-    def coordinates(self, b: Tensor) -> Tensor:
-        """All of b (N,) that the solution depends on, (min(N, P),)."""
-
-    @abstractmethod
-    def solve_coordinates(self, coordinates: Tensor, damping: float) -> Tensor:
-        """The solution d, (P,), from the coordinates of the right-hand side."""
-
-    def solve(self, b: Tensor, damping: float) -> Tensor:
-        """The solution d, (P,), for a right-hand side b (N,) and λ = ``damping``."""
-        return self.solve_coordinates(self.coordinates(b), damping)
-
-
-class FactoredLeastSquares(_AllDampings):
-    """min ‖J d - b‖² + λ²‖d‖² for one J (N, P) and any b and λ > 0: O(N P) each, after O(N P min(N, P)) once.
-
-    By a QR factorisation of the shorter side of J, and a singular value decomposition of the triangle: of J with N >=
-    P, else of Jᵀ. J itself is kept, not copied.
-
-    Args:
-        jacobian: J, (N, P), float32 or float64, finite.
-
-    Attributes:
-        jacobian: J.
-        singular_values: of J, (min(N, P),), the largest first.
-        largest_singular_value: the first of them.
-
-    Example:
-        >>> jacobian = torch.tensor([[2.0, 0.0], [0.0, 4.0], [0.0, 0.0]])
-        >>> FactoredLeastSquares(jacobian).solve(torch.tensor([2.0, 8.0, 1.0]), damping=2.0).round(decimals=3)
-        tensor([0.5000, 1.6000])
-    """
-
-    @checked
-    def __init__(self, jacobian: Tensor) -> None:
-        require_real(2, jacobian=jacobian)
-        check_dense("jacobian", jacobian, has_numbers=True)
-        if not jacobian.numel() or jacobian.dtype.itemsize < 4 or not bool(jacobian.isfinite().all()):
-            raise NotFinite("jacobian must have finite entries, in float32 or float64")
-        self.jacobian = jacobian
-        self._tall = jacobian.shape[0] >= jacobian.shape[1]
-        longer = jacobian if self._tall else jacobian.mT
-        self._reflectors, self._tau = torch.geqrf(longer)
-        side = longer.shape[1]
-        triangle = self._reflectors[:side].triu()
-        self._left, self.singular_values, right = torch.linalg.svd(triangle)
-        self._right = right.mT
-        self.largest_singular_value = self.singular_values[0].item()
-
-    def coordinates(self, b: Tensor) -> Tensor:
-        """Uᵀ b."""
-        if self._tall:  # J = Q R, R = U S Vᵀ
-            return self._left.mT @ self._apply_q(b, transpose=True)[: self._tau.shape[0]]
-        return self._right.mT @ b  # Jᵀ = Q R, so J = V S (Q U)ᵀ
-
-    def solve_coordinates(self, coordinates: Tensor, damping: float) -> Tensor:
-        s = self.singular_values
-        solution = coordinates / (s + damping * (damping / s))  # without squares, which may be out of range
-        if self._tall:
-            return self._right @ solution
-        padded = solution.new_zeros(self.jacobian.shape[1])
-        padded[: len(s)] = self._left @ solution
-        return self._apply_q(padded, transpose=False)
-
-    def _apply_q(self, vector: Tensor, transpose: bool) -> Tensor:
-        return torch.ormqr(self._reflectors, self._tau, vector[:, None], left=True, transpose=transpose)[:, 0]
-
-
-class GramLeastSquares(_AllDampings):
+class GramLeastSquares:
     """Solver of min ‖J d - b‖² + λ²‖d‖² by JᵀJ, or J Jᵀ if N < P, and a Cholesky factorisation for each λ.
 
-    It has the methods of :class:`FactoredLeastSquares`. It takes O(n²) more memory and n³/3 multiply-adds for a λ, n =
-    min(N, P): several λ cost less than eigenvalues, and far less than a QR and an SVD. The factor of the last λ is
-    kept. The condition of J is squared: solutions lose digits if λ is small, but the residual that they leave hardly
-    changes down to ``smallest_damping``.
+    It takes O(n²) memory beside J and n³/3 multiply-adds for a λ, n = min(N, P): several λ cost less than eigenvalues,
+    and far less than a QR and an SVD. The factor of the last λ is kept. The condition of J is squared: solutions lose
+    digits if λ is small, but the residual that they leave hardly changes down to ``smallest_damping``.
 
     Args:
         jacobian: J, (N, P), float32 or float64, finite, a matrix or a :class:`~lightning_struct.functional.Jacobian`;
@@ -190,7 +114,12 @@ class GramLeastSquares(_AllDampings):
         b = b if self._all_gather is None else self._all_gather(b)
         return b if self._root is None else _solved(self._root, b, upper=False)
 
+    def solve(self, b: Tensor, damping: float) -> Tensor:
+        """The solution d, (P,), for a right-hand side b (N,) and λ = ``damping``."""
+        return self.solve_coordinates(self.coordinates(b), damping)
+
     def solve_coordinates(self, coordinates: Tensor, damping: float) -> Tensor:
+        """The solution d, (P,), from the coordinates of the right-hand side."""
         if damping != self._factor_damping:
             self._factor_damping = math.nan
             self._factor.copy_(self._gram)

@@ -172,16 +172,14 @@ class ResidualBatch:
         return self._form(self.sizes, for_gram=False)
 
     @property
-    def has_rows(self) -> bool:
-        """Whether rows of J are computed together, on all processes: rows of the residuals can be told apart."""
-        return all(known for (known,) in gather_numbers([self._batch.product_counts() is not None], self._device))
-
-    @property
-    def multiplications(self) -> int:
-        """By the weight matrices, in a pass of the samples of all processes through the module."""
-        counts = zip(self.counts.values(), self._batch.product_counts() or (), strict=False)
+    def multiplications(self) -> int | None:
+        """By the weights, in a pass of all samples; None if rows of residuals cannot be told apart, on any process."""
+        counts = self._batch.product_counts()
+        if not all(known for (known,) in gather_numbers([counts is not None], self._device)):
+            return None
+        uses = zip(self.counts.values(), counts or (), strict=True)
         sizes = {name: weight.numel() for name, weight in self.weights.by_name.items()}
-        return sum(rows * times * sizes[name] for rows, uses in counts for name, times in uses.items())
+        return sum(rows * times * sizes[name] for rows, of_block in uses for name, times in of_block.items())
 
     def jacobian(self, form: JacobianForm) -> Jacobian:
         """J, (N, P), this process's rows; as a matrix on all processes if one has no other form."""

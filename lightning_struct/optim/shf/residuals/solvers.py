@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_struct.collective import all_gather_unequal, all_reduce, gather_numbers, world_size
 from lightning_struct.functional.checks import NotFinite
 from lightning_struct.functional.residuals.jacobians import DenseJacobian, JacobianForm, matrix_form
-from lightning_struct.functional.solvers.factored_least_squares import FactoredLeastSquares, GramLeastSquares
+from lightning_struct.functional.solvers.factored_least_squares import GramLeastSquares
 from lightning_struct.functional.solvers.projected_least_squares import ProjectedLeastSquares
 from lightning_struct.optim.memory import check_memory, fits_memory
 from lightning_struct.optim.shf.residuals.model import ResidualBatch, ResidualModel
@@ -22,8 +22,6 @@ from lightning_struct.optim.shf.residuals.model import ResidualBatch, ResidualMo
 # iterations as the third constant, if λ is not very small. An iteration costs a multiplication for each byte that it
 # reads, and a fixed number for its small operations; that number is larger on a GPU, because the host waits for each.
 _HALF, _FACTORISATIONS, _ITERATIONS, _ITERATION, _ITERATION_OF_GPU = 0.5, 1.2, 60, 1e7, 1e10
-# From so many rows or columns of J on a second Gram matrix replaces QR and SVD, which take far longer.
-_REFINED = 128
 # Beyond these sizes J is not formed: its bytes, and those of JᵀJ or J Jᵀ.
 _LARGEST_JACOBIAN, _LARGEST_GRAM = 2**31, 2**28
 # A Krylov solver ends when the gradient of the damped problem has fallen to this share.
@@ -108,7 +106,7 @@ class ResidualSolver(ABC):
 class ExactSolver(ResidualSolver):
     """By factorisations, in float64: of JᵀJ + λ² or J Jᵀ + λ², whichever is smaller, refined if λ is too small.
 
-    The last resort is a QR and an SVD: for the smallest λ, and for small J, which they take no time for.
+    A λ below about 1e-13 of the largest singular value counts as that.
 
     Args:
         model: the problem, with J.
@@ -124,13 +122,13 @@ class ExactSolver(ResidualSolver):
         self._model, self._jacobian = model, model.jacobian
         if isinstance(self._jacobian, DenseJacobian) and model.residual.device.type != "mps":  # mps has no float64
             self._jacobian = DenseJacobian(self._jacobian.dense().double())
-        self._factored: FactoredLeastSquares | GramLeastSquares | None = None
+        self._gram: GramLeastSquares | None = None
 
     def begin(self, start: Tensor | None, damping: float | None) -> None:
         residual = self._model.residual
         self.start, self._b = start, -residual if start is None else -residual - self.product(start)
-        if self._factored is None:
-            self._form_gram()
+        if self._gram is None:
+            self._gram = self._form_gram()
         self._coordinates = self._coordinates_of(self._b)
 
     def direction(self, damping: float) -> Tensor:
@@ -145,28 +143,24 @@ class ExactSolver(ResidualSolver):
         return self._solution(self._coordinates_of(b), damping)
 
     def _solution(self, coordinates: Tensor, damping: float) -> Tensor:
-        assert self._factored is not None, "begin() comes first"
-        return self._factored.solve_coordinates(coordinates, damping).to(self._model.residual.dtype)
+        assert self._gram is not None, "begin() comes first"
+        damping = max(damping, self._gram.smallest_damping)
+        return self._gram.solve_coordinates(coordinates, damping).to(self._model.residual.dtype)
 
     def _coordinates_of(self, b: Tensor) -> Tensor:
-        assert self._factored is not None, "begin() comes first"
-        b = b.to(self._jacobian.dtype)
-        return self._factored.coordinates(b if isinstance(self._factored, GramLeastSquares) else all_gather_unequal(b))
+        assert self._gram is not None, "begin() comes first"
+        return self._gram.coordinates(b.to(self._jacobian.dtype))
 
     def _coordinates_for(self, damping: float) -> Tensor:
-        """The coordinates of -r for the factorisation that is fine enough for λ; it is made if it is not there."""
-        gram = self._factored
-        if isinstance(gram, GramLeastSquares) and damping < gram.smallest_damping:
-            if not gram.is_refined and min(self._model.rows, self._jacobian.shape[1]) >= _REFINED:
-                gram.refine()
-            if damping < gram.smallest_damping:
-                self._factored = FactoredLeastSquares(all_gather_unequal(self._jacobian.dense()))
-                self.largest = self._factored.largest_singular_value
+        """The coordinates of -r for a factorisation that is fine enough for λ."""
+        assert self._gram is not None, "begin() comes first"
+        if damping < self._gram.smallest_damping and not self._gram.is_refined:
+            self._gram.refine()
             self._coordinates = self._coordinates_of(self._b)
         return self._coordinates
 
-    def _form_gram(self) -> None:
-        self._factored = gram = GramLeastSquares(
+    def _form_gram(self) -> GramLeastSquares:
+        gram = GramLeastSquares(
             self._jacobian,
             rows=self._model.rows,
             all_reduce=all_reduce,
@@ -180,6 +174,7 @@ class ExactSolver(ResidualSolver):
             )
         if self._model.batch.form_for_gram.kept:  # J is kept as outer products, and never formed: it is wide
             self.smallest_damping = gram.smallest_damping
+        return gram
 
 
 class KrylovSolver(ResidualSolver):

@@ -51,8 +51,9 @@ _CORRECTIONS, _GAIN, _REST = 20, 0.8, 0.01
 # Multiplications of JᵀJ and its factorisations in place of a step on outputs: at most so many, in about a second of one
 # core; and at most the lower number, or those of so many passes through the module.
 _LARGEST, _SMALL, _PASSES, _LARGEST_JACOBIAN = 1e10, 1e9, 640, 2**26
-# Noise is looked for above this share of the first loss, and found if the error on new samples has risen so much.
-_NOISE, _TOLERATED, _PROBES = 0.01, 2.0, 8
+# Noise is looked for above this share of the first loss, and found if the error on new samples has first fallen below
+# the second share of it, and then risen so much.
+_NOISE, _LEARNT, _TOLERATED, _PROBES = 0.01, 0.6, 1.3, 8
 _NOISY = (
     "SHF: the weights stay, since further steps would fit the noise of this batch and raise the error on new samples. "
     "To fit the batch as well as possible choose solver='exact'"
@@ -133,10 +134,13 @@ class ResidualSteps(Steps):
         """Whether the exact solver takes little more time than steps on outputs would, and not too much memory."""
         shorter, longer = sorted((batch.rows, len(batch.weights.vector)))
         factorisations = (0.5 * longer + 1.2 * shorter) * shorter**2
-        if factorisations > _LARGEST or longer * shorter > _LARGEST_JACOBIAN or not batch.has_rows:
+        if (
+            factorisations > _LARGEST
+            or longer * shorter > _LARGEST_JACOBIAN
+            or (passed := batch.multiplications) is None
+        ):
             return False
-        is_short = factorisations <= max(_SMALL, _PASSES * batch.multiplications)
-        return is_short and self._free_memory.suffices_for_exact(batch)
+        return factorisations <= max(_SMALL, _PASSES * passed) and self._free_memory.suffices_for_exact(batch)
 
     def linearized(self, now: StepState, batch: ResidualBatch, method: str) -> ResidualModel:
         """The problem of a batch, for the solver ``"exact"`` or ``"lsmr"``."""
@@ -159,6 +163,13 @@ class ResidualSteps(Steps):
         """The longest step around d0 = γ d of the last step, else around zero, that the model predicts well enough."""
         damping, rule, adapts = now.group["damping"], self.settings.damping, now.group["drop"] is not None
         factor = now.memory.decisions.damping_factor
+
+        def stay(why: str, name: str, damping: float) -> Update:
+            ends = {name: 0.0}
+            return Update(
+                model.batch.plain_value, damping, why, solver.iterations, convergence=ends, damping_factor=factor
+            )
+
         if model.gradient_squared == 0.0:
             name, why = "underflow" if bool(model.gradient.any()) else "gtol", ""
             if name == "underflow":
@@ -166,14 +177,7 @@ class ResidualSteps(Steps):
             elif model.value > 0.0:
                 why = ": it is at a minimum, or no residual depends on the weights (look for detach, no_grad, item)"
             self.diagnostics.once("zero", f"SHF: the gradient of this batch is zero{why}; no step is taken")
-            return Update(
-                model.batch.plain_value,
-                damping or 1.0,
-                "zero_gradient",
-                solver.iterations,
-                convergence={name: 0.0},
-                damping_factor=factor,
-            )
+            return stay("zero_gradient", name, damping or 1.0)
         start = now.start(model.weights.vector) if self.settings.warm_start.initial else None
         with torch.autocast(model.residual.device.type, enabled=False):
             for center in (None,) if start is None else (start, None):
@@ -189,13 +193,8 @@ class ResidualSteps(Steps):
                     factor = steps.factor
                     if step is not None and self._fits_noise(now, model, solver, step):
                         self.diagnostics.once("noise", _NOISY)
-                        return Update(
-                            model.value,
-                            damping or around,
-                            "noise",
-                            convergence={"noise": 0.0},
-                            damping_factor=now.memory.decisions.damping_factor,
-                        )
+                        factor = now.memory.decisions.damping_factor
+                        return stay("noise", "noise", damping or around)
                 if step is not None:
                     d, w = step.direction, model.weights.vector
                     squares = torch.stack([inner(d, d), inner(w, w)]).tolist()
@@ -220,14 +219,7 @@ class ResidualSteps(Steps):
                     )
         self._warn_of_precision(model)
         raised = min(around * _RAISED, max(solver.largest, bounds[0]))
-        return Update(
-            model.batch.plain_value,
-            min(raised, bounds[1]),
-            "line_search",
-            solver.iterations,
-            convergence={"precision": 0.0},
-            damping_factor=factor,
-        )
+        return stay("line_search", "precision", min(raised, bounds[1]))
 
     def _fits_noise(self, now: StepState, model: ResidualModel, solver: ResidualSolver, step: DampedStep) -> bool:
         """Whether generalised cross-validation tells that a step fits noise (Craven and Wahba, 1979).
@@ -247,7 +239,7 @@ class ResidualSteps(Steps):
         degrees = all_reduce(inner(signs, torch.stack(fitted))).item() / _PROBES
         error = step.value / max(1.0 - degrees / model.rows, _NOISE) ** 2
         lowest = min(decisions.lowest_error, memory.first_loss)
-        if error > _TOLERATED * lowest:
+        if error > _TOLERATED * lowest and lowest < _LEARNT * memory.first_loss:
             return True
         decisions = replace(decisions, inverse_squares=inverse_squares, lowest_error=min(error, lowest))
         now.memory = replace(memory, decisions=decisions)

@@ -62,12 +62,8 @@ def captured(function: Callable[[], Any], device: torch.device) -> tuple[Callabl
     """
     if device.type != "cuda":
         return None
-    graph, stream, own = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    graph = torch.cuda.CUDAGraph()
     try:
-        stream.wait_stream(own)
-        with torch.cuda.stream(stream):  # in a first call libraries make their workspaces, which cannot be captured
-            function()
-        own.wait_stream(stream)
         with torch.cuda.device(device), torch.cuda.graph(graph):
             results = function()
     except RuntimeError:

@@ -30,7 +30,9 @@ _ALLOWED = {
 # The last column of the table: the most operations of a step.
 _PAGE = Path(__file__).resolve().parents[2] / "docs/results/gpu.md"
 _ROWS = re.findall(r"(?m)^\| (\w[^|]*?) \| \d+ \| (\d+) \|$", _PAGE.read_text())
+_LAYERS = re.search(r"(?s)Layers, forwards and backwards: (.*?)\.\n", _PAGE.read_text())
 _OPERATIONS = {name: int(most) for name, most in _ROWS}
+_OPERATIONS |= {f"layer {name}": int(most) for name, most in re.findall(r"(\w+) (\d+)", _LAYERS[1] if _LAYERS else "")}
 
 
 def steps_of_all_cases() -> dict[str, list[dict[str, Any]]]:

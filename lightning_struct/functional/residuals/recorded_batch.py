@@ -120,8 +120,8 @@ class Replayed:
         self.graph, self._key = graph, ""
         self._inputs: list[Tensor] = []
         self._captured: tuple[Callable[[], None], Any] | None = None
-        tags = [getattr(node.target, "tags", ()) for node in graph.graph.nodes]
-        self._refused = any(torch.Tag.nondeterministic_seeded in of_node for of_node in tags)
+        random = torch.Tag.nondeterministic_seeded
+        self._refused = any(random in getattr(node.target, "tags", ()) for node in graph.graph.nodes)
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self._refused:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.checks import checked
+from lightning_struct.functional.checks import check_dense, checked
 from lightning_struct.functional.layers.registry import as_linear, is_affine, linear_with, padding
 from lightning_struct.nn.classic import LowRank
 from lightning_struct.nn.torch_modules import is_traced, whole_call
@@ -104,11 +104,11 @@ class PatchLinear(_FilterLinear):
         self.padding = padding
         self.dilation = dilation
 
-    @checked
     def forward(self, input: Tensor) -> Tensor:
         """(n, out_channels, height, width) for (n, in_channels, height, width), or with the kernel's dimensions."""
         if is_traced(input):
             return whole_call(self, input)
+        check_dense("input", input)
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel_size) - 1]
         linear = self.linear
         if isinstance(linear, LowRank) and linear.pad is None:

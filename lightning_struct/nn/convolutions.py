@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_struct.functional.checks import checked, positive_size, warn
+from lightning_struct.functional.checks import check_dense, checked, positive_size, warn
 from lightning_struct.functional.torch_tools import in_eval_mode
 from lightning_struct.nn.channels import CONVOLUTIONS, why_not_patches, why_not_pointwise
 from lightning_struct.nn.replace import (
@@ -138,7 +138,6 @@ class BlockStructured(nn.Module):
         in_group = self.out_channels // self.groups
         return torch.block_diag(*(torch.cat(rows[at : at + in_group]) for at in range(0, len(rows), in_group)))
 
-    @checked
     def forward(self, input: Tensor) -> Tensor:
         """The products: (batch, l, ...) for an input (batch, k, ...); without the batch if the input has none.
 
@@ -150,6 +149,7 @@ class BlockStructured(nn.Module):
         """
         if is_traced(input):
             return whole_call(self, input)
+        check_dense("input", input)
         if input.dim() < 3 or input.shape[1] != self.in_channels or not self._takes(input.shape[2:]):
             if input.dim() > 1 and input.shape[0] == self.in_channels and self._takes(input.shape[1:]):
                 return self.forward(input.unsqueeze(0)).squeeze(0)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_struct.functional.checks import checked, is_real
+from lightning_struct.functional.checks import check_dense, checked, is_real
 from lightning_struct.functional.layers.registry import kind_of
 from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.nn.channels import as_filters, has_filters, is_pointwise, linear_of, of_channels
@@ -246,6 +246,7 @@ class AdaptedLinear(nn.Module):
             return self.base(input, *args)
         if is_traced(input):
             return whole_call(self, input, *args)
+        check_dense("input", input)
         base: Any = self.base
         if (has_filters(base) and not is_pointwise(base)) or self._makes_weight(update, input):
             return functional_call(base, {"weight": self.weight}, (input, *args))

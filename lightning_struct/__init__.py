@@ -12,7 +12,7 @@ import ast
 from importlib import import_module
 from pathlib import Path
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 _STUB = ast.parse(Path(__file__).with_name("__init__.pyi").read_text(encoding="utf-8"))
 _HOME_OF = {

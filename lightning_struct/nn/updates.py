@@ -246,7 +246,7 @@ class AdaptedLinear(nn.Module):
             return self.base(input, *args)
         if is_traced(input):
             return whole_call(self, input, *args)
-        check_dense("input", input)
+        check_dense("input", input, has_numbers=not update.scale.is_meta)
         base: Any = self.base
         if (has_filters(base) and not is_pointwise(base)) or self._makes_weight(update, input):
             return functional_call(base, {"weight": self.weight}, (input, *args))

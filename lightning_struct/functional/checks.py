@@ -222,10 +222,11 @@ def check_calls(of: type, *names: str) -> None:
 
     Args:
         of: the class.
-        *names: of the methods; those that the class does not define are passed over.
+        *names: of the methods; those that the class does not define, or takes from a base, are passed over.
     """
     for name in {*names} & vars(of).keys():
-        setattr(of, name, checked(vars(of)[name]))
+        if all(getattr(base, name, None) is not vars(of)[name] for base in of.__mro__[1:]):
+            setattr(of, name, checked(vars(of)[name]))
 
 
 def check_types(function: Callable[..., Any], arguments: dict[str, Any]) -> None:

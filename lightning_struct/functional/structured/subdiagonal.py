@@ -183,16 +183,17 @@ subdiagonal_product = opaque_operator(
 _matrix = opaque_operator("subdiagonal_to_dense", _computed_matrix, lambda t: t[4].new_empty(len(t[4]), len(t[5])))
 
 
-def prepare_subdiagonal(*parameters: Tensor) -> PreparedMatrix:
+def prepare_subdiagonal(*parameters: Tensor, method: str = "auto") -> PreparedMatrix:
     """The matrix of :func:`subdiagonal_matmul`, prepared for products with weights that do not change.
 
     Args:
         *parameters: the arguments of :func:`subdiagonal_matmul` before x.
+        method: as there.
 
     Returns:
         An object whose ``matmul(x)`` is x Mᵀ, (..., m) for x (..., n), in the dtype of x.
     """
-    method, _, computed = _resolved("auto", *parameters)
+    method, _, computed = _resolved(method, *parameters)
     if method == "tree":
         return KrylovTrees.of(*computed)
     return ScaledToeplitzSpectra.of(*computed[4:], *computed[:4])

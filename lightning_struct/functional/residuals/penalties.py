@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-# Steps after which the losses are compared, and the shares of the last ones between which a block has not fallen: a
-# larger one is of another problem, as of the next interval of time.
-EVERY_N_STEPS, _FALLEN, _OTHER = 5, 0.5, 10.0
+# Steps after which the losses are compared, and the share of the last ones above which a block has not fallen.
+EVERY_N_STEPS, _FALLEN = 5, 0.5
+# If the sum of the losses is so many times the last one, another problem has begun, as an interval of time. Its weights
+# are 1 for good: what a problem in parts presses in one part costs it digits in the next.
+_OTHER = 10.0
 # A weight rises if the weighted loss of its block is above this multiple of the equation's, and falls below that one.
 _HIGH, _LOW = 2.0, 0.01
 _RISE, _FALL = 4.0, 0.5
@@ -49,13 +51,15 @@ class Penalties:
             losses: of all blocks, without weights.
             equation: name of the block that has no penalty.
         """
+        if self.last and sum(losses.values()) > _OTHER * sum(self.last.values()):
+            return replace(self, weights={}, last=dict(losses), given_back=tuple(losses))
         weights, first, given_back = dict(self.weights), dict(self.first), self.given_back
         for name, loss in losses.items():
             if name == equation or name in given_back or name not in self.last:
                 continue
             weight = weights.get(name, 1.0)
             share = weight * loss / max(losses[equation], 1e-300)
-            if share > _HIGH and _FALLEN * self.last[name] < loss < _OTHER * self.last[name]:
+            if share > _HIGH and loss > _FALLEN * self.last[name]:
                 first.setdefault(name, loss)
                 if weight >= _LARGEST_WEIGHT and loss > _REST * first[name]:
                     del weights[name]

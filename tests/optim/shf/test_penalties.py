@@ -95,6 +95,7 @@ def compared(losses: list[dict[str, float]]) -> Penalties:
         ([{"interior": 1e-4, "edge": 0.1}] * 4 + [{"interior": 1.0, "edge": 1e-5}] * 2, 16.0),  # far more than needed
         ([{"interior": 1e-9, "edge": 0.1}] * 12, None),  # no weight lowers it: noise
         ([{"interior": 1e-6, "edge": 1e-6}, {"interior": 0.1, "edge": 1.0}], None),  # another problem
+        ([{"interior": 1e-4, "edge": 0.1}] * 4 + [{"interior": 1e-4, "edge": 5.0}] * 4, None),  # from the fifth on
     ],
 )
 def test_a_weight_rises_as_long_as_its_block_stays(losses: list[dict[str, float]], weight: float | None) -> None:

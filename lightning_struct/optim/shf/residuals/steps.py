@@ -285,7 +285,8 @@ class ResidualSteps(Steps):
             return kept
         before = Penalties(**kept)
         after = before.compared(losses, self.loss.equation)
-        for name in set(after.given_back) - set(before.given_back):
+        is_another = self.loss.equation in after.given_back  # problem has begun
+        for name in () if is_another else set(after.given_back) - set(before.given_back):
             share = losses[name] / sum(losses.values())
             self.diagnostics.once(
                 f"penalty of {name}",

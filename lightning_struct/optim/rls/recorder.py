@@ -28,8 +28,7 @@ class InputRecorder(CallRecorder):
     """Weights of layers, one for each parameter that is trained, and hooks on the layers that record their inputs.
 
     The hooks take the sums behind x̄ (equations (31), (51), (72), (80), (92)). A call without gradients, as in
-    validation, or whose loss is dropped, adds nothing. A use counts if its pass adds to the gradient of the
-    weight.
+    validation, or whose loss is dropped, adds nothing. A use counts if its pass adds to the gradient of the weight.
 
     Args:
         layers: of :func:`layers_to_train`.

@@ -55,12 +55,11 @@ from lightning_struct import GrowingBatchSize
 from lightning_struct.data import Box, Faces
 from lightning_struct.data.equations import DifferentialEquation, Field
 from lightning_struct.data.points import PointDraws
-from lightning_struct.functional import LeastSquares, curve_fit, partial_derivatives
+from lightning_struct.functional import GramLeastSquares, LeastSquares, curve_fit, partial_derivatives
 from lightning_struct.functional.residuals import recorded_batch, residual_rows
 from lightning_struct.models.pinn import TanhNetwork
 from lightning_struct.nn import STRUCTURED_CLASSES, RecursiveLinear
 from lightning_struct.optim import RLS, SHF, LevenbergMarquardt, LowRankP
-from lightning_struct.optim.shf.residuals import solvers
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {"steps": 30, "equations": 200, "papers": 155, "agreement": 25, "layers": 15, "language": 55}  # s
@@ -290,7 +289,7 @@ def equations(device: torch.device, short: bool) -> Iterator[Result]:
     wide, flow = [38, 38, 38], {"interior": 2000, "boundary": 400, "corner": 1}
     change: dict[str, Any] = {
         "": nullcontext(),
-        "by QR and SVD": patch.object(solvers, "_REFINED", sys.maxsize),
+        "one Gram matrix": patch.object(GramLeastSquares, "is_refined", True),
         "rows by 1,024": patch.object(residual_rows, "_ROWS_AT_ONCE_OF_GPU", residual_rows._ROWS_AT_ONCE),
         "no CUDA graphs": patch.object(recorded_batch, "captured", lambda *_: None),
         "no corrections": nullcontext(),
@@ -347,8 +346,8 @@ def autoencoder(device: str, short: bool, task: str, config: str) -> Result:
     options = argparse.Namespace(data_dir=DATA, synthetic=synthetic)
     given = [f"--config={harness.CONFIGS / f'{task}_autoencoder' / f'{config}.yaml'}"]
     given += [*data_arguments(task, options), f"--trainer.accelerator={'gpu' if device == 'cuda' else device}"]
-    given += ["--trainer.max_steps=2"] if short else []
-    run = train(task, 1 if short else 120, config, 0, given)
+    given += ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2"] if short else []
+    run = train(task, None if short else 120, config, 0, given)
     best = min(run["validations"], key=lambda validation: validation["error"], default={"error": math.nan, "step": 0})
     of = ", synthetic" if synthetic and task == "mnist" else ""
     return {"case": f"{task}{of}, {config}", "steps": best["step"], "error": best["error"], "test": run["test_at_best"]}

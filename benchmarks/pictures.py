@@ -138,8 +138,8 @@ def plot_problems(panels: Sequence[Axes]) -> tuple[list[Axes], dict[str, Line2D]
 @style.readable
 def least_squares_errors() -> Figure:
     """All problems: medians, and lowest to highest if there are several seeds."""
-    figure = Figure(figsize=(style.WIDTH, 13.0), layout="constrained")
-    left, curves = plot_problems(figure.subplots(5, 2).flatten())
+    figure = Figure(figsize=(style.WIDTH, 10.5), layout="constrained")
+    left, curves = plot_problems(figure.subplots(4, 2).flatten())
     for axes in left:
         axes.set_axis_off()
     left[0].legend(curves.values(), curves, loc="center", title="medians; band: lowest to highest of the seeds")

@@ -51,9 +51,8 @@ _CORRECTIONS, _GAIN, _REST = 20, 0.8, 0.01
 # Multiplications of JᵀJ and its factorisations in place of a step on outputs: at most so many, in about a second of one
 # core; and at most the lower number, or those of so many passes through the module.
 _LARGEST, _SMALL, _PASSES, _LARGEST_JACOBIAN = 1e10, 1e9, 640, 2**26
-# Noise is looked for above this share of the first loss, and found if the error on new samples has first fallen below
-# the second share of it, and then risen so much.
-_NOISE, _LEARNT, _TOLERATED, _PROBES = 0.01, 0.6, 1.3, 8
+# Noise is looked for above this share of the first loss, and found if the error on new samples rises so much.
+_NOISE, _TOLERATED, _PROBES = 0.01, 1.2, 8
 _NOISY = (
     "SHF: the weights stay, since further steps would fit the noise of this batch and raise the error on new samples. "
     "To fit the batch as well as possible choose solver='exact'"
@@ -239,7 +238,7 @@ class ResidualSteps(Steps):
         degrees = all_reduce(inner(signs, torch.stack(fitted))).item() / _PROBES
         error = step.value / max(1.0 - degrees / model.rows, _NOISE) ** 2
         lowest = min(decisions.lowest_error, memory.first_loss)
-        if error > _TOLERATED * lowest and lowest < _LEARNT * memory.first_loss:
+        if error > _TOLERATED * lowest:
             return True
         decisions = replace(decisions, inverse_squares=inverse_squares, lowest_error=min(error, lowest))
         now.memory = replace(memory, decisions=decisions)

@@ -17,6 +17,8 @@ for vectors.
 - ``one_hot``: two classes by five categories of 200 values each, one-hot, 1000-64-64-2, ReLU, batches of 128;
 - ``adding``: the sum of two marked numbers in a sequence of 30, by a GRU of 48 units, batches of 64;
 - ``adding_all``: the same in sequences of 20, by an LSTM of 16 units, all 512 sequences in each step;
+- ``friedman``: a function of five of ten uniform numbers, with noise of a fifth of its spread (Friedman, 1991),
+  10-32-1, ReLU, all 500 samples in each step;
 - ``regression``: two functions of ten normal numbers, without noise, 10-64-64-2, ReLU, batches of 64;
 - ``deep``: the same by eight layers of 64 units, from torch's initial values.
 
@@ -170,6 +172,13 @@ def two_functions(data_dir: str, synthetic: bool, samples: int = 7_000) -> Data:
     return cut(x, (values - values.mean(0)) / values.std(0), 5_000)
 
 
+def friedman(data_dir: str, synthetic: bool) -> Data:
+    generator = torch.Generator().manual_seed(0)
+    x, noise = torch.rand(2_500, 10, generator=generator), torch.randn(2_500, generator=generator)
+    values = 10 * (torch.pi * x[:, 0] * x[:, 1]).sin() + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4] + noise
+    return cut(x, ((values - values.mean()) / values.std())[:, None], 500)
+
+
 def cut(inputs: Tensor, targets: Tensor, first: int) -> Data:
     return (inputs[:first], targets[:first]), (inputs[first:], targets[first:])
 
@@ -196,6 +205,7 @@ TASKS = {
     "adding_all": Task(
         partial(LastState, nn.LSTM, 2, 16, 1), 512, partial(marked_numbers, samples=2_512, length=20), is_squared=True
     ),
+    "friedman": Task(partial(perceptron, 10, 32, 1), 500, friedman, is_squared=True),
     "regression": Task(partial(perceptron, 10, 64, 64, 2), 64, two_functions, is_squared=True),
     "deep": Task(partial(perceptron, 10, *[64] * 8, 2), 64, two_functions, is_squared=True),
 }

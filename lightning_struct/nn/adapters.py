@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -149,11 +149,9 @@ def add_adapters(
                 add_parametrization(module, attribute, added)
             else:
                 present.add(added)
-    for module in model.modules():
-        if callable(getattr(type(module), "save_pretrained", None)):
-            vars(module)["save_pretrained"] = partial(_save_base, module)
-        if callable(getattr(type(module), "resize_token_embeddings", None)):
-            vars(module)["resize_token_embeddings"] = partial(_resize_base, module)
+    for module, (method, of_base) in product(model.modules(), _OF_TRANSFORMERS.items()):
+        if callable(getattr(type(module), method, None)):
+            vars(module)[method] = partial(of_base, module)
     new_layers = [(place, adapted[layer]) for place, layer, _ in places if not isinstance(layer, AdaptedLinear)]
     model = set_modules(model, [(place, new) for place, new in new_layers if isinstance(new, AdaptedLinear)])
     if any(update.name != name for update in _updates(model)):
@@ -303,7 +301,7 @@ def merge_adapters(model: Model) -> Model:
     merged = _with_merged_weights(model)
     for module in merged.modules():
         vars(module).pop(_KEPT, None)
-        for own in ("save_pretrained", "resize_token_embeddings"):
+        for own in _OF_TRANSFORMERS:
             if isinstance(vars(module).get(own), partial):
                 delattr(module, own)
         config = getattr(module, "config", None)
@@ -444,6 +442,9 @@ def _resize_base(model: Any, *args: Any, **kwargs: Any) -> Any:
             "merge_adapters or unload_adapters"
         )
     return type(model).resize_token_embeddings(model, *args, **kwargs)
+
+
+_OF_TRANSFORMERS = {"save_pretrained": _save_base, "resize_token_embeddings": _resize_base}
 
 
 @checked
@@ -662,7 +663,7 @@ def _parameters_named(model: nn.Module, selectors: Trained | Iterable[Trained]) 
             named = model.named_parameters(remove_duplicate=False)  # tied ones have several names
             found = [parameter for name, parameter in named if is_at_or_below(name, selector)]
         elif isinstance(selector, nn.Module):
-            found = [p for module in model.modules() if module is selector for p in module.parameters()]
+            found = [*selector.parameters()] if selector in {*model.modules()} else []
         elif isinstance(selector, type) and issubclass(selector, nn.Module):
             found = [p for module in model.modules() if isinstance(module, selector) for p in module.parameters()]
         else:

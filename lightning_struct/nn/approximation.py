@@ -213,10 +213,7 @@ class BalancedCoordinates:
     @staticmethod
     def are_exact_for(layer: Any) -> bool:
         """Whether the entries of D range over few orders of magnitude, and none of the subdiagonals' is zero."""
-        return all(
-            bool(log_range(subdiagonal) < _LARGEST_LOG_RANGE)
-            for subdiagonal in (layer.subdiagonal_a.detach(), layer.subdiagonal_b.detach())
-        )
+        return all(bool(found < _LARGEST_LOG_RANGE) for found in layer.log_ranges())
 
     @property
     def variables(self) -> list[Tensor]:

@@ -79,6 +79,17 @@ def of_channels(linear: Callable[[Tensor], Tensor], x: Tensor, stride: Sizes) ->
     return linear(x.movedim(channels, -1)).movedim(-1, channels)
 
 
+def of_patches(linear: Callable[[Tensor], Tensor], x: Tensor, convolution: Any) -> Tensor:
+    """A map of the last dimension for the patches of a convolution of one group: (..., out_channels, *pixels)."""
+    mode = convolution.padding_mode
+    x = F.pad(x, convolution._reversed_padding_repeated_twice, "constant" if mode == "zeros" else mode)
+    dimensions = len(convolution.kernel_size)
+    for size, step, dilation in zip(convolution.kernel_size, convolution.stride, convolution.dilation, strict=True):
+        x = x.unfold(-dimensions, dilation * (size - 1) + 1, step)[..., ::dilation]
+    patches = x.movedim(-2 * dimensions - 1, -dimensions - 1).flatten(-dimensions - 1)
+    return linear(patches).movedim(-1, -dimensions - 1)
+
+
 class PatchLinear(_FilterLinear):
     """A linear layer from patches of images to new channels, in place of a convolution with a larger kernel.
 

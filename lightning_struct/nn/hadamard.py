@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Parameters up to which products with constant matrices make the matrix in less time than transforms.
-_LARGEST_OF_CONSTANTS = 1024
+# Entries of the largest constant that is kept, to make matrices of one size by half of the transforms.
+_LARGEST_CONSTANT = 2**22
 
 
 class _HadamardLinear(StructuredLinear):
@@ -38,10 +38,10 @@ class _HadamardLinear(StructuredLinear):
         return 1 << (max(self.in_features, self.out_features) - 1).bit_length()
 
     def _dense(self) -> Tensor:
-        return self._prepare_factors().to_dense() if self.out_features < self.in_features else super()._dense()
+        return self._prepare_factors().to_dense()
 
     def _makes_matrix(self, rows: int) -> bool:
-        return making_is_faster(self.out_features, self.in_features, rows, break_even=4096 * self.terms)
+        return making_is_faster(self.out_features, self.in_features, 2 * rows, break_even=2048 * self.terms)
 
     def _prepares_dense(self, rows: int) -> bool:
         return prepared_matrix_is_faster(self.out_features, self.in_features, 2 * self.terms, rows, least=1024)
@@ -136,14 +136,30 @@ class HadamardTerms:
     order: Tensor
     length: int
 
-    def to_dense(self) -> Tensor:
-        """(m, n), by its rows."""
-        terms, m = self.output_signs.shape
-        rows = self._transformed(torch.diag_embed(self.output_signs.to(self.G.dtype)))  # of each term, (t, m, N)
-        picked = (rows[..., : self.G.shape[1]] * self.G.unsqueeze(1)).transpose(0, 1).flatten(1)  # (m, t k)
-        spread = rows.new_zeros(m, terms * self.length).index_copy(1, self.order.flatten(), picked)
-        rows = self._transformed(spread.view(m, terms, self.length))
-        return (rows[..., : self.input_signs.shape[1]] * self.input_signs).sum(1)
+    def to_dense(self, rows: Tensor | None = None) -> Tensor:
+        """(m, n), by its shorter side; ``rows`` may have been kept."""
+        rows = self.rows() if rows is None else rows
+        shorter, longer, _, places = self._sides()
+        spread = self.G.new_zeros(rows[0].numel()).index_copy(0, places.flatten(), self.G.flatten())
+        products = hadamard_transform(rows * spread.view(rows.shape[1:]))[..., : longer.shape[1]]
+        products = products * longer * shorter.T[..., None]
+        M = products.sum(1) if len(shorter) > 1 else products[:, 0]
+        return M if shorter is self.output_signs else M.T
+
+    def rows(self) -> Tensor:
+        """(min(m, n), t, N): those by which G is multiplied, at its places, before a transform makes all entries."""
+        shorter, _, picked, places = self._sides()
+        H = hadamard_transform(torch.eye(self.length, dtype=self.G.dtype, device=self.G.device)[: shorter.shape[1]])
+        rows = H.new_zeros(len(H), len(shorter) * self.length)
+        rows.index_copy_(1, places.flatten(), H[:, picked.flatten() % self.length] / self.length)
+        return rows.view(-1, len(shorter), self.length)
+
+    def _sides(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The signs of the shorter and of the longer side, and the coordinates of G's entries beside each."""
+        at = torch.arange(len(self.order) * self.length, device=self.order.device).view(-1, self.length)
+        ends = (self.output_signs, at[:, : self.order.shape[1]]), (self.input_signs, self.order)
+        (shorter, picked), (longer, places) = sorted(ends, key=lambda end: end[0].shape[1])
+        return shorter, longer, picked, places
 
     def matmul(self, x: Tensor) -> Tensor:
         spread = self._transformed(x.unsqueeze(-2) * self.input_signs)  # H S_j x, (..., t, N)
@@ -239,11 +255,10 @@ class RandomizedHadamard(_HadamardLinear):
         self.output_signs, self.input_signs, self.order = parts
 
     def _dense(self) -> Tensor:
-        if self.G.numel() > _LARGEST_OF_CONSTANTS or type(self.G) not in (Tensor, nn.Parameter):
-            return super()._dense()  # and where a tracer has fake numbers
         sizes = self.out_features, self.in_features, self.terms, self.length
-        left, right = _constant_factors(*sizes, self.G.dtype, self.G.device)
-        return (left * self.G.flatten()) @ right
+        is_kept = min(sizes[:2]) * self.terms * self.length <= _LARGEST_CONSTANT
+        is_kept &= type(self.G) in (Tensor, nn.Parameter)  # and no fake one of a tracer
+        return self._prepare_factors().to_dense(_kept_rows(*sizes, self.G.dtype, self.G.device) if is_kept else None)
 
     def _prepare_factors(self) -> HadamardTerms:
         return HadamardTerms(self.G, self.output_signs, self.input_signs, self.order, self.length)
@@ -275,12 +290,7 @@ def _random_parts(m: int, n: int, terms: int, length: int, device: torch.device)
 
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
-def _constant_factors(
-    m: int, n: int, terms: int, length: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The factors of :class:`RandomizedHadamard` on both sides of G, (m, t k) and (t k, n), for layers of one size."""
-    output_signs, input_signs, order = _random_parts(m, n, terms, length, device)
-    H = hadamard_transform(torch.eye(length, dtype=dtype, device=device), normalize=True)
-    left = H[:m, None, : order.shape[1]] * output_signs.T[..., None]
-    right = H[order % length, :n] * input_signs[:, None]
-    return left.flatten(1), right.flatten(0, 1)
+def _kept_rows(m: int, n: int, terms: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The rows of :class:`HadamardTerms` for all :class:`RandomizedHadamard` of one size."""
+    G = torch.empty(terms, max(m, n), dtype=dtype, device=device)
+    return HadamardTerms(G, *_random_parts(m, n, terms, length, device), length).rows()

@@ -102,6 +102,15 @@ class LearnedOperatorLinear(GeneratorLinear):
         entries = [getattr(self, name) for name in self.weight_names if name.endswith(f"_{side}")]
         return [self.G.new_zeros(_CORNERS[self.corner_name]) if part is None else part for part in entries]
 
+    def log_ranges(self) -> tuple[Tensor, Tensor]:
+        """The detrended log-ranges of A and B, () each.
+
+        That is max - min of log|P| less its trend, with P the cumulative products of the subdiagonal. By e to its power
+        the method ``"scaled"`` loses digits. It is infinite if an entry is zero.
+        """
+        a, b = (log_range(subdiagonal.detach()) for subdiagonal in (self.subdiagonal_a, self.subdiagonal_b))
+        return a, b
+
     def operator_entries(self) -> tuple[Tensor, Tensor]:
         """The learned entries of A, and those of B, flat."""
         entries = {name: weight.flatten() for name, weight in self._weights().items() if name not in ("G", "H")}
@@ -208,15 +217,6 @@ class LDRSubdiagonal(LearnedOperatorLinear):
     def operators(self) -> tuple[SubdiagonalOperator, SubdiagonalOperator]:
         (a, corner_a), (b, corner_b) = self._entries("a"), self._entries("b")
         return SubdiagonalOperator(a, corner_a.squeeze(0)), SubdiagonalOperator(b, corner_b.squeeze(0))
-
-    def log_ranges(self) -> tuple[Tensor, Tensor]:
-        """The detrended log-ranges of A and B, () each.
-
-        That is max - min of log|P| less its trend, with P the cumulative products of the subdiagonal. By e to its power
-        the method ``"scaled"`` loses digits. It is infinite if an entry is zero.
-        """
-        a, b = (log_range(subdiagonal.detach()) for subdiagonal in (self.subdiagonal_a, self.subdiagonal_b))
-        return a, b
 
     def _all_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         (a, corner_a), (b, corner_b) = self._entries("a"), self._entries("b")

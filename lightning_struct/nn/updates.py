@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -13,7 +14,7 @@ from torch.func import functional_call
 from lightning_struct.functional.checks import check_dense, checked, is_real
 from lightning_struct.functional.layers.registry import kind_of
 from lightning_struct.functional.structured.arguments import require_one_of
-from lightning_struct.nn.channels import as_filters, has_filters, is_pointwise, linear_of, of_channels
+from lightning_struct.nn.channels import CONVOLUTIONS, as_filters, has_filters, is_pointwise, linear_of, of_patches
 from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.torch_modules import is_traced, whole_call
 
@@ -132,7 +133,7 @@ class StructuredUpdate(nn.Module):
 
     def to_dense(self) -> Tensor:
         """The matrix (out_features, in_features), with gradients to the parameters of M."""
-        return (self.scale * self.output_diagonal)[:, None] * (self.adapter.weight * self.input_diagonal)
+        return (self.scale * self.output_diagonal)[:, None] * (self.adapter.to_dense() * self.input_diagonal)
 
 
 class AdaptedLinear(nn.Module):
@@ -180,7 +181,7 @@ class AdaptedLinear(nn.Module):
             raise ValueError(f"{adapter} has not the sizes of {base}")
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.base = base
-        update.dropout = dropout
+        update.dropout = 0.0 if has_filters(base) and not is_pointwise(base) else dropout
         self.update = update
 
     @property
@@ -248,22 +249,26 @@ class AdaptedLinear(nn.Module):
             return whole_call(self, input, *args)
         check_dense("input", input, has_numbers=not update.scale.is_meta)
         base: Any = self.base
-        if (has_filters(base) and not is_pointwise(base)) or self._makes_weight(update, input):
+        if self._makes_weight(update, input):
             return functional_call(base, {"weight": self.weight}, (input, *args))
         y = base(input, *args)
         x = F.dropout(input, update.dropout, self.training)
-        return y + (of_channels(update, x, base.stride) if has_filters(base) else update(x)).to(y.dtype)
+        return y + (of_patches(update, x, base) if has_filters(base) else update(x)).to(y.dtype)
 
     def _makes_weight(self, update: StructuredUpdate, x: Tensor) -> bool:
-        """Whether to multiply by W + Δ in training: one product for two, if Δ is made for its own in any case."""
+        """Whether to multiply by W + Δ: in training, one product for two, if Δ is made for its own in any case."""
         base: Any = self.base
+        has_rows = not torch.compiler.is_compiling() and not torch.jit.is_tracing()
+        if has_filters(base) and not is_pointwise(base):
+            may_be_few = has_rows and type(base) in CONVOLUTIONS and base.groups == 1 and not base._forward_hooks
+            shorter = min(self.in_features, self.out_features)
+            return not may_be_few or 2 * x.numel() >= shorter * base.in_channels * prod(base.stride)
         is_plain = (type(base) is nn.Linear or has_filters(base)) and type(base.weight) is nn.Parameter
         if not (is_plain and self.training and torch.is_grad_enabled()) or update.dropout or base._forward_hooks:
             return False
         # In half precision, with autocast too, a sum would lose small updates. Compilers do not ask for rows.
         is_exact = base.weight.dtype == x.dtype == update.scale.dtype and not torch.is_autocast_enabled(x.device.type)
-        rows = x.numel() // self.in_features
-        return is_exact and not torch.compiler.is_compiling() and update.adapter._makes_matrix(rows)
+        return is_exact and has_rows and update.adapter._makes_matrix(x.numel() // self.in_features)
 
     def extra_repr(self) -> str:
         return f"dropout={self.update.dropout}" if self.update.dropout else ""

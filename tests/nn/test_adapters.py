@@ -6,7 +6,9 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_struct.nn import (
     AdaptedLinear,
@@ -393,6 +395,38 @@ def test_filters_and_embeddings_have_adapters_and_are_merged(case, tmp_path):
     merged = merge_adapters(model)[0]
     assert type(merged) is type(layer)
     torch.testing.assert_close(merged(x, *arguments), trained, rtol=1e-10, atol=1e-10)
+
+
+SIZES = {1: [6], 2: [4, 4], 3: [2, 2, 2]}
+OF_PATCHES = {
+    "1d, same": nn.Conv1d(6, 48, 3, padding="same", padding_mode="reflect", dilation=2),
+    "2d, stride": nn.Conv2d(6, 40, (3, 2), stride=(2, 1), padding=(1, 0), bias=False),
+    "2d, circular": nn.Conv2d(6, 40, 3, padding=1, padding_mode="circular", dilation=(1, 2)),
+    "3d": nn.Conv3d(6, 40, 2, stride=2, padding=1, padding_mode="replicate"),
+}
+
+
+@pytest.mark.parametrize("images", [1, 30])  # so few that the update is multiplied by patches; and many
+@pytest.mark.parametrize("case", OF_PATCHES)
+def test_convolution_of_few_and_of_many_patches_is_by_the_sum_of_weights(case, images):
+    torch.manual_seed(0)
+    model = add_adapters(nn.Sequential(copy.deepcopy(OF_PATCHES[case])).double(), RandomizedHadamard)
+    layer = model[0]
+    nn.init.normal_(layer.update.adapter.G)
+    x = torch.randn(images, 6, *SIZES[len(layer.base.kernel_size)], dtype=torch.float64, requires_grad=True)
+    outputs = layer(x), functional_call(layer.base, {"weight": layer.weight}, (x,))
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(layer(x[0]), outputs[1][0])  # an image without a batch
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), [x, layer.update.adapter.G]) for y in outputs))
+
+
+def test_convolution_of_few_patches_makes_no_matrix():
+    layer = add_adapters(nn.Conv2d(32, 256, 3), RandomizedHadamard)
+    with FlopCounterMode(display=False) as few:
+        layer(torch.randn(1, 32, 3, 3))
+    with FlopCounterMode(display=False) as made:
+        layer.weight  # noqa: B018
+    assert 10 * few.get_total_flops() < made.get_total_flops()
 
 
 @pytest.mark.parametrize("train", ["head", "head.weight", "embedding"])

@@ -132,7 +132,7 @@ def hadamard_transform(x: Tensor, normalize: bool = False) -> Tensor:
         raise TypeError(f"a floating-point tensor is needed, got {x.dtype}")
     rows, right = x.to(arguments.computing_dtype(x)).reshape(-1, n), 1
     while right < n:
-        factor = n if n <= 64 else min(n // right, _LARGEST_HADAMARD_FACTOR)
+        factor = n // right if n // right <= 64 else _LARGEST_HADAMARD_FACTOR
         H = _hadamard(factor, rows)
         # Batched products with single columns would take ten times as long as one product.
         rows = rows.reshape(-1, factor) @ H if right == 1 else H @ rows.reshape(-1, factor, right)

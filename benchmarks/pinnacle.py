@@ -180,16 +180,16 @@ def integrated_kuramoto_sivashinsky(count: int = 512, steps: int = 20_000) -> tu
     return torch.cartesian_prod(places, times), values.T.reshape(-1)
 
 
-FLOW, HEATED = {"interior": 800, "lid": 100, "walls": 200, "origin": 1}, {"interior": 1200, "boundary": 400}
+FLOW, HEATED = {"interior": 1600, "lid": 200, "walls": 400, "origin": 1}, {"interior": 1200, "boundary": 400}
 HOLES, STRIP = {"interior": 1000, "sides": 200, "circles": 200}, {"interior": 1000, "boundary": 200, "initial": 200}
 PROBLEMS = {
     "poisson_holes": Problem("Poisson with holes", PoissonWithHoles, [24] * 3, HOLES, redrawn=True),
     "wave": Problem("wave", WaveAtOnce, [24] * 3, STRIP, redrawn=True),
-    "cavity": Problem("cavity", Cavity, [24] * 3, FLOW, redrawn=True),
+    "cavity": Problem("cavity", Cavity, [20] * 3, FLOW, redrawn=True),
     "heat_nd": Problem("heat 5d", HeatInBall, [20, 20], {**HEATED, "initial": 400}, redrawn=True),
     "poisson_nd": Problem("Poisson 5d", PoissonInCube, [64], HEATED, redrawn=True),
     "kuramoto_sivashinsky": Problem(
-        "Kuramoto-Sivashinsky to t = .5", KuramotoSivashinsky, [16, 16], {"interior": 900, "initial": 100}, redrawn=True
+        "Kuramoto-Sivashinsky", KuramotoSivashinsky, [24, 24], {"interior": 1200, "initial": 120}, redrawn=True
     ),
 }
 

@@ -4,7 +4,8 @@
     python benchmarks/compress.py --data-dir data --networks perceptron
 
 A perceptron of 784-256-256-10 units learns MNIST, a small CNN CIFAR-10 at 16 x 16 pixels (files of images in data/train
-and data/test, or the official ones), and a small transformer the characters of a text (data/tinyshakespeare.txt). Each
+and data/test, or the official ones), and a small transformer the characters of a text (data/tinyshakespeare.txt).
+EfficientNet-lite0 of ImageNet (--networks EfficientNet, see foreign_adapters.py) learns 1,000 images of CIFAR-10. Each
 is then made smaller by
 
 - ``compress``: low rank near the outputs, with one share of the parameters for all layers,
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import adapters
+import foreign_adapters
 import harness
 import style
 from adapters import accuracy
@@ -111,6 +113,13 @@ class CharacterTransformer(nn.Module):
         return self.output(self.norm(x)).mT
 
 
+def efficient() -> nn.Module:
+    """EfficientNet-lite0 with the weights of ImageNet and a new head."""
+    network = foreign_adapters.efficient()
+    network.set_submodule("1._fc", nn.Linear(1280, 10))
+    return network
+
+
 def digits(directory: Path) -> tuple[Sample, Sample, Sample]:
     """20,000, 256 and 10,000 images (n, 28, 28), and labels."""
     (images, labels), test = (adapters.digits(str(directory), train) for train in (True, False))
@@ -126,6 +135,13 @@ def cifar(directory: Path) -> tuple[Sample, Sample, Sample]:
     return train, val, test
 
 
+def pictures(directory: Path) -> tuple[Sample, Sample, Sample]:
+    """1,000, 256 and 1,000 images (n, 3, 32, 32), and labels."""
+    kept = harness.make_directory(harness.RESULTS / "foreign_adapters")
+    _, (images, labels), test = foreign_adapters.pictures(str(directory), 1256, 0, kept)
+    return (images[256:], labels[256:]), (images[:256], labels[:256]), test
+
+
 def characters(directory: Path) -> tuple[Sample, Sample, Sample]:
     """Windows of 64 characters, and those that follow each: 3,200 of the text, 64 and 500 of its end."""
     text = torch.tensor(list((directory / "tinyshakespeare.txt").read_bytes())).clamp(max=127)
@@ -139,6 +155,7 @@ TASKS = {
     "perceptron": Task(perceptron, digits, 5, 64, (2e-3, 1e-3), (0.25, 0.1)),
     "CNN": Task(convolutions, cifar, 5, 64, (4e-3, 1e-3), (0.5, 0.25)),
     "transformer": Task(CharacterTransformer, characters, 6, 16, (4e-3, 1e-3), (0.5, 0.25)),
+    "EfficientNet": Task(efficient, pictures, 2, 20, (1e-3, 3e-4), (0.75, 0.5)),
 }
 
 
@@ -209,7 +226,7 @@ def in_8_bits(network: nn.Module) -> nn.Module:
         if parameter.dim() > 1:
             rows = parameter.flatten(1)
             scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
-            rows.copy_((rows / scale).round() * scale)
+            parameter.copy_(((rows / scale).round() * scale).view(parameter.shape))
     return network
 
 
@@ -248,7 +265,7 @@ def jobs_of(name: str, arguments: argparse.Namespace, results: Path) -> dict[str
             found[f"{when}_8"] = accuracy(in_8_bits(copy.deepcopy(model)), test)
         return found
 
-    cells = [("whole", 1.0), *((way, budget) for budget in task.budgets for way in WAYS)]
+    cells = [("whole", 1.0), *((way, budget) for budget in task.budgets for way in arguments.ways)]
     wanted = [(*cell, seed) for seed in arguments.seeds for cell in cells]
     return {harness.run_name(name, *each): partial(run, *each) for each in wanted}
 
@@ -311,7 +328,8 @@ def draw(runs: Sequence[Run], networks: Sequence[str]) -> Figure:
 def main() -> None:
     parser = harness.make_parser(__doc__)
     parser.add_argument("--data-dir", default="data", help="where the files are")
-    parser.add_argument("--networks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--networks", nargs="+", choices=list(TASKS), default=list(TASKS)[:3])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     harness.add_run_options(parser, "compress")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/least_squares.py [--problems poisson2d ...] [--seconds 60]
         [--seeds 0 1 2] [--methods ...]
 
-Each run trains one network on one problem, in float64, for ``--seconds`` of CPU time; what measures the error is not
+Each run trains one network on one problem, in ``--dtype``, for ``--seconds`` of CPU time; measuring the error is not
 counted. The error is the relative L2 error on 10,000 points of the domain, against the known solution. All methods
 start from the same weights. The points are fixed and the same for all, but for Burgers' equation. There they are drawn
 anew as ``PointsDataModule`` does by default, a fifth of them where the residual of the method's network is large, and
@@ -347,29 +347,33 @@ def train(
     seconds: float,
     problems: Mapping[str, Problem] = PROBLEMS,
     picture: Path | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> harness.Run:
     """One run: CPU seconds, steps, error and loss at growing times; the solution at the end is drawn."""
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     torch.set_num_threads(1)
     setting = problems[problem]
     equation = setting.equation()
     torch.manual_seed(seed)
-    module = Residuals(equation, make_network(equation, setting.hidden_sizes).double())
-    residual_share = RESIDUAL_SHARE if setting.redrawn else 0.0
+    module = Residuals(equation, make_network(equation, setting.hidden_sizes))
+
+    def rounded(points: Points) -> Points:
+        return {name: at.to(dtype) for name, at in points.items()}
+
     draws = PointDraws(
         equation.regions, setting.counts, draws_per_epoch=1, redraw_every_n_steps=1, seed=seed,
-        residual_share=residual_share, residuals=module,
+        residual_share=RESIDUAL_SHARE if setting.redrawn else 0.0, residuals=lambda points: module(rounded(points)),
         max_points=10 * sum(p.numel() for p in module.parameters()) if setting.redrawn else None,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(10**6 + seed)
-    fresh = {name: equation.regions[name].sample(n, generator) for name, n in setting.counts.items()}
+    fresh = rounded({name: equation.regions[name].sample(n, generator) for name, n in setting.counts.items()})
     last: dict[int, Points] = {}
 
     def draw(number: int) -> Points:
         number = number if setting.redrawn else 0
         if number not in last:
             last.clear()
-            last[number] = draws.draw(number)
+            last[number] = rounded(draws.draw(number))
         return last[number]
 
     inside = equation.regions["interior"].sample(10_000, torch.Generator().manual_seed(12345))
@@ -377,7 +381,7 @@ def train(
 
     def error() -> float:
         with torch.no_grad():
-            return ((module.network(at) - solution).norm() / solution.norm()).item()
+            return ((module.network(at.to(dtype)) - solution).norm() / solution.norm()).item()
 
     steps, curve = METHODS[method](module, draw), []
     begin, count, uncounted, due, switched, second = time.process_time(), 0, 0.0, 0.5, False, 0.0
@@ -401,7 +405,7 @@ def train(
         if method.startswith("Adam, then ") and not switched and spent >= seconds / 2:
             steps, switched = METHODS[method.removeprefix("Adam, then ")](module, draw), True
     if picture is not None:
-        plot_solution(equation, module.network)[0].savefig(picture, dpi=100)
+        plot_solution(equation, module.network.double())[0].savefig(picture, dpi=100)
     return {"problem": problem, "method": method, "seed": seed, "curve": curve}
 
 
@@ -445,12 +449,13 @@ def run_problems(
     parser.add_argument("--seconds", type=float, default=seconds)
     harness.add_run_options(parser, name)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(methods))
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float64", help="of weights and points")
     arguments = parser.parse_args()
     directory, seconds, wanted = harness.make_directory(arguments.output), arguments.seconds, {}
     for problem, seed, method in product(arguments.problems, arguments.seeds, arguments.methods):
-        run = harness.run_name(problem, seed, method, f"{seconds:g}")
+        run = harness.run_name(problem, seed, method, f"{seconds:g}", arguments.dtype)
         picture = directory / f"{run}.png" if method == "SHF" else None
-        wanted[run] = partial(train, problem, seed, method, seconds, problems, picture)
+        wanted[run] = partial(train, problem, seed, method, seconds, problems, picture, getattr(torch, arguments.dtype))
     runs = harness.run_all(arguments.output, wanted, arguments.report)
     harness.print_machines(runs)
     print_tables(runs, problems)

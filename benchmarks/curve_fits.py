@@ -53,8 +53,7 @@ def formulas(m: ModuleType) -> dict[str, Callable[..., Any]]:
     return {
         "Bennett5": lambda x, a, b, c: a * (b + x) ** (-1 / c),
         "BoxBOD": lambda x, a, b: a * (1 - exp(-b * x)),
-        "Chwirut1": lambda x, a, b, c: exp(-a * x) / (b + c * x),
-        "Chwirut2": lambda x, a, b, c: exp(-a * x) / (b + c * x),
+        **{f"Chwirut{number}": lambda x, a, b, c: exp(-a * x) / (b + c * x) for number in (1, 2)},
         "DanWood": lambda x, a, b: a * x**b,
         "ENSO": waves,
         "Eckerle4": lambda x, a, b, c: (a / b) * exp(-0.5 * ((x - c) / b) ** 2),
@@ -132,20 +131,16 @@ def many(count: int, compared: int) -> None:
     start = torch.ones(count, 3, dtype=torch.float64)
     seconds, fits = seconds_of(lambda: curve_fit(lambda x, a, b, c: a * torch.exp(-b * x) + c, x, y, start))
 
-    def curve(x: Any, a: Any, b: Any, c: Any) -> Any:
-        return a * np.exp(-b * x) + c
-
     def loop() -> list[np.ndarray]:
-        return [scipy_curve_fit(curve, x.numpy(), values.numpy(), np.ones(3))[0] for values in y[:compared]]
+        places, measured = x.numpy(), y[:compared].numpy()
+        return [scipy_curve_fit(lambda x, a, b, c: a * np.exp(-b * x) + c, places, of)[0] for of in measured]
 
     others, found = seconds_of(loop)
     apart = float((fits.parameters[:compared] / torch.tensor(np.array(found)) - 1).abs().max())
     print_header("fits", "seconds", "a loop of SciPy's", "ratio", "largest difference", "converged")
     others *= count / compared
-    converged = int(fits.converged.sum())
-    print_row(
-        f"{count:,}", f"{seconds:.2f}", f"{others:.1f}", f"{others / seconds:.1f}", f"{apart:.0e}", f"{converged:,}"
-    )
+    row = (f"{seconds:.2f}", f"{others:.1f}", f"{others / seconds:.1f}", f"{apart:.0e}", f"{fits.converged.sum():,}")
+    print_row(f"{count:,}", *row)
 
 
 def draw(file: Path) -> None:

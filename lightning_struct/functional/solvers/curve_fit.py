@@ -1,6 +1,6 @@
 """Small nonlinear least-squares problems, one or thousands at once: the method of Levenberg, Marquardt and Moré."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,8 +17,15 @@ Bounds: TypeAlias = Sequence[Any] | Tensor
 _LEAST = 1e-3  # damping of a singular problem, of the largest
 _SEARCHES = 10  # for the damping of a radius
 _TAKEN = 1e-4  # of the predicted reduction of the loss
-_BY_QR = 64  # problems at once; more are factorised by Cholesky, which is faster and squares the condition number
-_MATCH = 1e-6  # of derivatives by rows with those by parameters
+_SLOW = (
+    100,
+    20,
+)  # tolerances, and steps: so many that reduce the loss by no more end a fit, whose minimum may be infinity
+_BY_QR = 64  # problems at once; more are factorised by Cholesky, which is faster and squares the condition number,
+_PIVOT = 1e-9  # but for those with a squared pivot below this share of its column's square
+_CHECKED = 16  # problems whose derivatives by rows are compared with those by parameters
+_MATCH = 1e-6  # of the two
+_NUMBERS_AT_ONCE = 2**17  # residuals for each thread of a CPU, whose caches then keep their derivatives
 
 _REASONS = ("max_steps", "ftol", "xtol", "gtol", "not_finite")
 _MAX_STEPS, _FTOL, _XTOL, _GTOL, _NOT_FINITE = range(5)
@@ -141,28 +148,40 @@ def curve_fit(
     if x.shape[:1] != (N,) and x.shape[: len(batch) + 1] != batch + (N,):
         raise ValueError(f"x must have {N} rows, as y has values, but is {_shape(x)}")
     shared = x.shape[: len(batch) + 1] != batch + (N,)
-    xs = (x.expand(batch + x.shape) if shared else x).flatten(0, len(batch) - 1) if batch else x[None]
-    data = [xs, y.expand(batch + (N,)), weights.expand(batch + (N,))]
+    data = [y.expand(batch + (N,)).reshape(-1, N)]
+    if batch and not shared:
+        data.append(x.flatten(0, len(batch) - 1))
+    if sigma is not None:
+        data.append(weights.expand(batch + (N,)).reshape(-1, N))
 
-    def residuals(p: Tensor, x: Tensor, y: Tensor, sigma: Tensor) -> Tensor:
+    def values(parameters: Sequence[Tensor], *of_fit: Tensor) -> Tensor:
         try:
-            values = f(x, *p.unbind())
+            found = f(*(of_fit or (x,)), *parameters)
         except (RuntimeError, TypeError) as error:
             if "numpy" not in str(error):
                 raise
             raise TypeError(
                 f"f must compute by functions of torch, such as torch.exp instead of numpy.exp: {first_line(error)}"
             ) from error
-        if not isinstance(values, Tensor) or values.numel() != N:
+        if not isinstance(found, Tensor) or found.numel() != N:
             raise ValueError(
-                f"f must return {N} numbers in a tensor, one for each row of x, but returns {_shape(values)}"
+                f"f must return {N} numbers in a tensor, one for each row of x, but returns {_shape(found)}"
             )
-        return torch.where(sigma.isinf(), 0.0, (values.reshape(-1) - y) / sigma)
+        return found.reshape(-1)
 
-    flat = [data[0], *(of_data.reshape(-1, N) for of_data in data[1:])]
-    evaluate = _by_rows(residuals, p0.reshape(-1, p0.shape[-1]), flat)
-    counts = flat[2].isfinite().sum(1)
-    return _fits(evaluate, p0, flat, bounds, loss, scale, max_steps, tolerance, counts, scaled=not absolute_sigma)
+    derivatives = _Derivatives(values, N)
+    at_once = max(1, _NUMBERS_AT_ONCE * torch.get_num_threads() // N) if y.device.type == "cpu" else len(data[0])
+
+    def evaluate(p: Tensor, data: Sequence[Tensor]) -> Iterator[Tensor]:
+        for first in range(0, p.shape[1], at_once):
+            part = slice(first, first + at_once)
+            of_y, *inputs = (of[part] for of in data)
+            deviations = None if sigma is None else inputs.pop()[:, None]
+            rows = derivatives.rows(p[:, part], of_y, inputs)
+            yield rows if deviations is None else torch.where(deviations.isinf(), 0.0, rows / deviations)
+
+    counts = None if sigma is None else data[-1].isfinite().sum(1)
+    return _fits(evaluate, p0, data, bounds, loss, scale, max_steps, tolerance, counts, scaled=not absolute_sigma)
 
 
 @checked
@@ -210,11 +229,20 @@ def levenberg_marquardt(
                 f"data {number} must begin with the dimensions {tuple(batch)} of the problems, but is {_shape(of_data)}"
             )
     flat = [of_data.reshape(-1, *of_data.shape[len(batch) :]) for of_data in data]
-    return _fits(_forward(residuals), parameters, flat, bounds, loss, scale, max_steps, tolerance)
+
+    def evaluate(p: Tensor, data: Sequence[Tensor]) -> Iterator[Tensor]:
+        rows = _forward(lambda p, *of_data: residuals(torch.stack(p), *of_data), p, 0.0, data)
+        if rows.shape[2] < len(p):
+            raise ValueError(f"residuals must be as many as the {len(p)} parameters at least, but are {rows.shape[2]}")
+        yield rows
+
+    return _fits(evaluate, parameters, flat, bounds, loss, scale, max_steps, tolerance)
 
 
-Evaluate = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
-"""Parameters (B, P) and the data of B problems -> residuals (B, N) and Jacobians (B, N, P)."""
+Evaluate: TypeAlias = Callable[[Tensor, Sequence[Tensor]], Iterator[Tensor]]
+"""Parameters (P, B) and the data of B problems -> some problems after the others: the columns of J, and r, as rows."""
+Problem: TypeAlias = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]
+"""The same -> Σ ρ, and R, z and ‖r‖ of the problems whose rows have the roots of the weights of the loss."""
 
 
 def _real(name: str, value: Any) -> Tensor:
@@ -231,64 +259,68 @@ def _shape(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
-def _each(function: Callable[..., Any]) -> Callable[[Tensor, Sequence[Tensor]], Any]:
-    """A function of one problem, for all of a batch."""
-
-    def evaluate(p: Tensor, data: Sequence[Tensor]) -> Any:
-        if len(p) > 1:
-            return vmap(function)(p, *data)
-        result = function(p[0], *(of_data[0] for of_data in data))  # vmap takes longer than a small function
-        return tuple(part[None] for part in result) if isinstance(result, tuple) else result[None]
-
-    return evaluate
-
-
-def _forward(residuals: Callable[..., Tensor]) -> Evaluate:
-    """The Jacobian by forward mode."""
+def _forward(function: Callable[..., Tensor], p: Tensor, y: Tensor | float, data: Sequence[Tensor]) -> Tensor:
+    """Derivatives by each parameter, by forward mode, and the values of a function of one problem less y, as rows."""
 
     def twice(p: Tensor, *data: Tensor) -> tuple[Tensor, Tensor]:
-        r = residuals(p, *data)
+        r = function(p.unbind(), *data)
         if not isinstance(r, Tensor) or r.dim() != 1 or not r.is_floating_point():
             raise TypeError(f"residuals must return a tensor (N,) of real floating point, but returns {_shape(r)}")
         return r, r
 
-    each = _each(jacfwd(twice, has_aux=True))
-
-    def evaluate(p: Tensor, data: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        J, r = each(p, data)
-        return r, J
-
-    return evaluate
+    J, r = vmap(jacfwd(twice, has_aux=True), in_dims=(1, *(0 for _ in data)))(p, *data)
+    return torch.cat([J.mT, (r - y)[:, None]], 1)
 
 
-def _by_rows(residuals: Callable[..., Tensor], p: Tensor, data: Sequence[Tensor]) -> Evaluate:
-    """The Jacobian by one backward pass with parameters of their own for each row, if the rows are independent.
+class _Derivatives:
+    """Values of a function of parameters and their derivatives, by rows if these are independent.
 
-    That is compared with the derivative of a random sum of residuals at the first parameters; else forward mode is
-    taken.
+    That is one backward pass, with parameters of their own for each row. In the first call some of its derivatives are
+    compared with those of a sum of all rows; if they differ, forward mode is taken.
+
+    Args:
+        function: of the parameters and the data of one problem, returns (N,).
+        count: N.
     """
-    each = _each(residuals)
 
-    def evaluate(p: Tensor, data: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def __init__(self, function: Callable[..., Tensor], count: int) -> None:
+        self._function, self._count = function, count
+        self._by_rows: bool | None = None
+
+    def rows(self, p: Tensor, y: Tensor, data: Sequence[Tensor]) -> Tensor:
+        """The derivatives by each parameter (P, B), and values less y (B, N), as rows (B, P + 1, N)."""
+        if self._by_rows is None:
+            few, u = slice(_CHECKED), torch.arange(self._count, dtype=p.dtype, device=p.device).square().sin()
+            expected = self._pulled_back(p[:, few], [of[few] for of in data], (), u)[1]
+            try:
+                rows = self._by_one_pass(p, y, data)
+                self._by_rows = torch.allclose(rows[few, :-1] @ u, torch.stack(expected, -1), _MATCH, equal_nan=True)
+            except (RuntimeError, ValueError, TypeError, IndexError):  # f has no meaning for parameters by rows
+                self._by_rows = False
+            if self._by_rows:
+                return rows
+        return self._by_one_pass(p, y, data) if self._by_rows else _forward(self._function, p, y, data)
+
+    def _by_one_pass(self, p: Tensor, y: Tensor, data: Sequence[Tensor]) -> Tensor:
+        values, columns = self._pulled_back(p, data, (self._count,), None)
+        return torch.stack([*columns, values - y.view_as(values)], -2).view(-1, len(p) + 1, self._count)
+
+    def _pulled_back(
+        self, p: Tensor, data: Sequence[Tensor], shape: tuple[int, ...], u: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Values, and derivatives of Σ u values by each parameter, repeated to a shape; without B if it is one."""
+        is_one = p.shape[1] == 1  # vmap takes longer than a small function
         with torch.enable_grad():
-            rows = p[:, :, None].expand(-1, -1, data[1].shape[1]).clone().requires_grad_()
-            r = each(rows, data)
-            return r.detach(), torch.autograd.grad(r.sum(), rows)[0].mT
-
-    with torch.enable_grad():
-        whole = p.clone().requires_grad_()
-        r = each(whole, data)
-        u = torch.randn(r.shape, dtype=r.dtype, device=r.device, generator=torch.Generator(r.device).manual_seed(0))
-        expected = torch.autograd.grad((u * r).sum(), whole)[0]
-    try:
-        found = (evaluate(p, data)[1].mT @ u[:, :, None])[..., 0]
-    except (RuntimeError, ValueError, TypeError, IndexError):  # f has no meaning for one parameter for each row
-        return _forward(residuals)
-    matches = torch.allclose(found, expected, rtol=_MATCH, equal_nan=True)
-    return evaluate if matches else _forward(residuals)
+            places = p[:, 0] if is_one else p
+            places = places.reshape(*places.shape, *(1 for _ in shape)).expand(*places.shape, *shape)
+            parameters = [of.detach().requires_grad_() for of in places]
+            function = self._function if is_one else vmap(self._function)
+            values = function(parameters, *(of[0] if is_one else of for of in data))
+            total = values.sum() if u is None else (values * u).sum()
+            return values.detach(), torch.autograd.grad(total, parameters, materialize_grads=True)
 
 
-def _limits(bounds: Bounds | None, start: Tensor) -> tuple[Tensor, Tensor] | None:
+def _limits(bounds: Bounds | None, start: Tensor) -> list[Tensor] | None:
     if bounds is None:
         return None
     count = start.shape[-1]
@@ -301,7 +333,7 @@ def _limits(bounds: Bounds | None, start: Tensor) -> tuple[Tensor, Tensor] | Non
     if bool(outside.any()):
         worst = outside.nonzero()[0].tolist()
         raise ValueError(f"bounds exclude the first value {start[tuple(worst)].item():.6g} of parameter {worst[-1]}")
-    return lower.expand(count), upper.expand(count)
+    return [limit.expand(count)[:, None] for limit in (lower, upper)]
 
 
 def _fits(
@@ -317,29 +349,45 @@ def _fits(
     *,
     scaled: bool = True,
 ) -> CurveFit:
-    """The fits of all problems; ``counts`` (B,) are the numbers of residuals that count, None: all."""
+    """The fits of all problems; ``counts`` are the numbers of residuals that count, None: all."""
     if loss not in _LOSSES:
         raise ValueError(f"loss must be one of {', '.join(map(repr, _LOSSES))}, but is {loss!r}")
     if start.numel() == 0:
         raise ValueError(f"there are no parameters: {_shape(start)}")
     batch, count = start.shape[:-1], start.shape[-1]
     limits = _limits(bounds, start)
+    rho, derivative = _LOSSES[loss]
+
+    def weighted(rows: Tensor) -> tuple[Tensor, ...]:
+        if loss == "squared":
+            R, z, size = _triangular(rows)
+            return size**2, R, z, size
+        ratio = (rows[:, -1] / scale).square()
+        value = scale**2 * rho(ratio).sum(1)
+        return value, *_triangular(rows * derivative(ratio).sqrt()[:, None])
+
+    def problem(p: Tensor, data: Sequence[Tensor]) -> Sequence[Tensor]:
+        return _joined([weighted(rows) for rows in evaluate(p, data)])
+
     with torch.no_grad():
-        p, reasons, steps = _minimise(
-            evaluate, start.reshape(-1, count), data, limits, loss, scale, int(max_steps), float(tolerance)
-        )
-        r, J = evaluate(p, data)
-        held = torch.zeros_like(p, dtype=torch.bool) if limits is None else (p <= limits[0]) | (p >= limits[1])
-        covariance = inverse_of_normal_matrices(J.masked_fill(held[:, None], 0.0), held)
+        first = start.reshape(-1, count).T.contiguous()
+        p, reasons, steps = _minimise(problem, first, data, limits, int(max_steps), float(tolerance))
+        parts = [(rows[:, -1].clone(), _triangular(rows)) for rows in evaluate(p, data)]
+        r, (R, z, size) = torch.cat([r for r, _ in parts]), _joined([part for _, part in parts])
+        held = torch.zeros_like(p, dtype=torch.bool)
+        if limits is not None:
+            held = (p <= limits[0]) | (p >= limits[1])
+            R, _ = _with_diagonal(R.masked_fill(held, 0.0), z, held)
+        reasons = torch.where(size.isfinite() & R.isfinite().all(0).all(0), reasons, _NOT_FINITE)
+        covariance = inverse_of_normal_matrices(R)
         if scaled:
-            degrees = (torch.full_like(r[:, 0], r.shape[1]) if counts is None else counts) - count
-            scaled_by = r.square().sum(1) / degrees.clamp(min=1)
-            unknown = covariance.isinf() | (degrees <= 0)[:, None, None]
-            covariance = torch.where(unknown, torch.inf, covariance * scaled_by[:, None, None])
-            covariance = torch.where(held[:, None] | held[:, :, None], 0.0, covariance)
+            degrees = (r.shape[1] if counts is None else counts) - count
+            unknown = covariance.isinf() | (torch.as_tensor(degrees, device=p.device) <= 0)
+            covariance = torch.where(unknown, torch.inf, covariance * (size**2 / degrees))
+        covariance = covariance.masked_fill(held[:, None] | held, 0.0)
     return CurveFit(
-        p.reshape(start.shape),
-        covariance.reshape(*batch, count, count),
+        p.T.reshape(start.shape),
+        covariance.permute(2, 0, 1).reshape(*batch, count, count),
         r.reshape(*batch, -1),
         ((reasons != _MAX_STEPS) & (reasons != _NOT_FINITE)).reshape(batch),
         [_REASONS[index] for index in reasons.tolist()],
@@ -347,150 +395,167 @@ def _fits(
     )
 
 
-def inverse_of_normal_matrices(J: Tensor, held: Tensor) -> Tensor:
-    """(JᵀJ)⁻¹, (B, P, P), by the columns of J scaled to norm one; infinite if J is singular, zero where held."""
-    norms = torch.linalg.vector_norm(J, dim=1)
+def inverse_of_normal_matrices(R: Tensor) -> Tensor:
+    """(RᵀR)⁻¹ of triangular matrices (P, P, B), by their columns scaled to norm one; infinite if R is singular."""
+    norms = _norms(R)
     scale = torch.where(norms > 0, norms, 1.0)
-    rows = torch.cat([(J / scale[:, None]).nan_to_num(), torch.diag_embed(held.to(J.dtype))], 1)
-    R = triangular_factor(rows)
-    diagonal = R.diagonal(dim1=1, dim2=2).abs()
-    is_singular = (diagonal <= torch.finfo(R.dtype).eps * R.shape[1]).any(1) | ~J.isfinite().all(2).all(1)
-    eye = torch.eye(R.shape[1], dtype=R.dtype, device=R.device)
-    inverse = torch.linalg.solve_triangular(
-        torch.where(is_singular[:, None, None], eye, R), eye.expand_as(R), upper=True
-    )
-    covariance = inverse @ inverse.mT / (scale[:, :, None] * scale[:, None])
-    return covariance.masked_fill(is_singular[:, None, None], torch.inf)
+    scaled = (R / scale).permute(2, 0, 1)
+    smallest = torch.finfo(R.dtype).eps * len(R)
+    diagonal = scaled.diagonal(dim1=1, dim2=2).abs()
+    is_singular = ((diagonal <= smallest).any(1) | ~scaled.isfinite().all(2).all(1))[:, None, None]
+    eye = torch.eye(len(R), dtype=R.dtype, device=R.device)
+    inverse = torch.linalg.solve_triangular(torch.where(is_singular, eye, scaled), eye.expand_as(scaled), upper=True)
+    product = (inverse @ inverse.mT).masked_fill(is_singular, torch.inf)
+    return product.permute(1, 2, 0) / (scale[:, None] * scale)
 
 
-def _triangular(A: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """R (B, P, P), upper triangular, and z = R⁻ᵀ Aᵀ b (B, P) with RᵀR = AᵀA, of A (B, M, P) and b (B, M)."""
-    count = A.shape[2]
-    if len(A) <= _BY_QR:
-        R = triangular_factor(torch.cat([A, b[:, :, None]], 2))
-        return R[:, :count, :count], R[:, :count, count]
-    L, info = torch.linalg.cholesky_ex(A.mT @ A)
-    R, z = L.mT, torch.linalg.solve_triangular(L, A.mT @ b[:, :, None], upper=False)[..., 0]
-    for some in info.nonzero()[:, 0].split(_BY_QR):
-        R[some], z[some] = _triangular(A[some], b[some])
-    return R, z
+def _triangular(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """R, z = Qᵀr and ‖r‖ of J = QR, (P, P, B), (P, B) and (B,); J's columns and r are the rows, (B, P + 1, N)."""
+    count = rows.shape[1] - 1
+    if len(rows) <= _BY_QR:
+        R = triangular_factor(rows.mT)[:, :count].permute(1, 2, 0)
+        size = torch.linalg.vector_norm(rows[:, count], dim=1)  # that of R is NaN if any of J is
+        return R[:, :count], R[:, count], size
+    G = (rows @ rows.mT).permute(1, 2, 0).contiguous()
+    R, is_poor = torch.zeros_like(G), torch.zeros_like(G[0, 0], dtype=torch.bool)
+    for j in range(count):
+        pivots = G[j, j:] - (R[:j, j, None] * R[:j, j:]).sum(0)
+        is_poor |= ~(pivots[0] > _PIVOT * G[j, j])
+        R[j, j:] = pivots / pivots[0].sqrt()
+    R, z, size = R[:count, :count], R[:count, count], G[count, count].sqrt()
+    for some in is_poor.nonzero()[:, 0].split(_BY_QR) if bool(is_poor.any()) else ():
+        R[..., some], z[..., some], size[some] = _triangular(rows[some])
+    return R, z, size
 
 
-def _step(R: Tensor, z: Tensor, D: Tensor, radius: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
-    """d and λ: d minimises ‖R d + z‖² + λ ‖D d‖², ‖D d‖ within a tenth of the radius, or shorter with λ = 0.
+def _joined(parts: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+    """Arrays of some problems after the others as arrays of all."""
+    return parts[0] if len(parts) == 1 else [torch.cat(part, -1) for part in zip(*parts, strict=True)]
 
-    Moré (1978), section 5.
+
+def _norms(vectors: Tensor) -> Tensor:
+    """Euclidean norms along the first dimension."""
+    return _dot(vectors, vectors).sqrt()
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Sums of products along the first dimension."""
+    return (a * b).sum(0)
+
+
+def _with_diagonal(R: Tensor, z: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor]:
+    """R and z of the matrix R with the rows of a diagonal one, (P, B) or (B,), below, and of z with zeros."""
+    matrix = z.new_zeros(R.shape[2], len(z) + 1, 2 * len(z))  # its columns are rows
+    matrix[:, :-1, : len(z)], matrix[:, -1, : len(z)] = R.permute(2, 1, 0), z.T
+    matrix[:, :-1, len(z) :].diagonal(dim1=1, dim2=2).copy_(diagonal.expand_as(z).T)
+    return _triangular(matrix)[:2]
+
+
+def _solved(T: Tensor, b: Tensor, order: Iterable[int]) -> Tensor:
+    """T⁻¹ b of triangular matrices T (P, P, B) and b (P, B), whose unknowns are found in this order."""
+    x = torch.zeros_like(b)
+    for i in order:
+        x[i] = (b[i] - _dot(T[i], x)) / T[i, i]
+    return x
+
+
+def _step(R: Tensor, z: Tensor, radius: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
+    """d and λ: d minimises ‖R d + z‖² + λ ‖d‖², with ‖d‖ within a tenth of the radius, or shorter with λ = 0.
+
+    Moré (1978), section 5, in parameters that are scaled.
     """
 
     def solve(R: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        d = -torch.linalg.solve_triangular(R, z[:, :, None], upper=True)[..., 0]
-        length = torch.linalg.vector_norm(D * d, dim=1)
-        slope = torch.linalg.solve_triangular(R.mT, (D * D * d)[:, :, None], upper=False)[..., 0]
-        return d, length, slope.square().sum(1) / length.square()
+        """d, ‖d‖, and minus its logarithmic derivative by λ."""
+        d = -_solved(R, z, range(len(z) - 1, -1, -1))
+        length = _norms(d)
+        return d, length, _norms(_solved(R.transpose(0, 1), d / length, range(len(d)))) ** 2
 
     d, length, slope = solve(R, z)
-    is_short = length <= 1.1 * radius
-    if bool(is_short.all()):
-        return d, torch.zeros_like(radius)
-    lowest = ((length - radius) / (radius * slope)).nan_to_num(0.0, 0.0, 0.0)
-    gradient = (R.mT @ z[:, :, None])[..., 0] / D
-    highest = torch.maximum(torch.linalg.vector_norm(gradient, dim=1) / radius, lowest)
+    new, is_long = torch.zeros_like(radius), ~(length <= 1.1 * radius)
+    if not bool(is_long.any()):
+        return d, new
+    R, z, radius, damping, length, slope = (part[..., is_long] for part in (R, z, radius, damping, length, slope))
+    lowest = (length - radius) / (radius * slope)
+    lowest = torch.where(lowest.isfinite(), lowest, 0.0)
+    highest = torch.maximum(_norms(_dot(R, z[:, None])) / radius, lowest)
     least = torch.maximum(lowest, _LEAST * highest)
     lowest = torch.where(length.isfinite(), lowest, least)  # a singular R has no step without damping
-    current = torch.where(is_short, 0.0, torch.where(damping > 0, damping, lowest).clamp(least, highest))
+    current = torch.minimum(torch.maximum(torch.where(damping > 0, damping, lowest), least), highest)
     for _ in range(_SEARCHES):
-        below = torch.diag_embed(current.sqrt()[:, None] * D)
-        d, length, slope = solve(*_triangular(torch.cat([R, below], 1), torch.cat([z, torch.zeros_like(z)], 1)))
-        is_found = is_short | ((length - radius).abs() <= 0.1 * radius) | ((length < radius) & (current <= lowest))
+        found, length, slope = solve(*_with_diagonal(R, z, current.sqrt()))
+        is_found = (abs(length - radius) <= 0.1 * radius) | ((length < radius) & (current <= lowest))
         if bool(is_found.all()):
             break
         lowest = torch.where(length > radius, torch.maximum(lowest, current), lowest)
         highest = torch.where(length < radius, torch.minimum(highest, current), highest)
-        further = (current + (length - radius) / (radius * slope)).clamp(lowest, highest)
-        current = torch.where(is_found, current, further)
-    return d, current
+        further = torch.maximum(current + (length - radius) / (radius * slope), lowest)
+        current = torch.where(is_found, current, torch.minimum(further, highest))
+    d[:, is_long], new[is_long] = found, current
+    return d, new
 
 
 def _minimise(
-    evaluate: Evaluate,
-    start: Tensor,
-    data: Sequence[Tensor],
-    bounds: tuple[Tensor, Tensor] | None,
-    loss: str,
-    scale: float,
-    max_steps: int,
-    tolerance: float,
+    problem: Problem, p: Tensor, data: Sequence[Tensor], bounds: list[Tensor] | None, max_steps: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Parameters (B, P), the indices of the reasons (B,), and steps (B,)."""
-    tolerance = max(tolerance, 4 * torch.finfo(start.dtype).eps)
-    rho, derivative = _LOSSES[loss]
-
-    def problem(p: Tensor, data: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Σ ρ, and R, z and ‖r‖ of the problem whose rows have the roots of the weights of the loss."""
-        r, J = evaluate(p, data)
-        value = r.square().sum(1)
-        if loss != "squared":
-            ratio = (r / scale).square()
-            value, weights = scale**2 * rho(ratio).sum(1), derivative(ratio).sqrt()
-            r, J = weights * r, weights[:, :, None] * J
-        is_finite = value.isfinite()
-        if not bool(is_finite.all()):
-            r, J = (torch.where(is_finite.view(-1, *[1] * (t.dim() - 1)), t, 0.0) for t in (r, J))
-        R, z = _triangular(J, r)
-        return value, R, z, torch.linalg.vector_norm(r, dim=1)
-
-    ends, reasons = start.clone(), torch.zeros(len(start), dtype=torch.int64, device=start.device)
-    steps = torch.full_like(reasons, max_steps)
-    index, p = torch.arange(len(start), device=start.device), start
+    """Parameters (P, B), the indices of the reasons (B,), and steps (B,)."""
+    tolerance = max(tolerance, 4 * torch.finfo(p.dtype).eps)
+    ends, index = p.clone(), torch.arange(p.shape[1], device=p.device)
+    reasons, steps = torch.zeros_like(index), torch.full_like(index, max_steps)
     f, R, z, size = problem(p, data)
     reason = torch.where(f.isfinite(), 0, _NOT_FINITE)
-    D, damping, radius = torch.zeros_like(p), torch.zeros_like(f), torch.ones_like(f)
+    D, damping, radius, slow = torch.zeros_like(p), torch.zeros_like(f), torch.ones_like(f), torch.zeros_like(f)
     for step in range(max_steps + 1):
-        norms, gradient = torch.linalg.vector_norm(R, dim=1), (R.mT @ z[:, :, None])[..., 0]
-        reason = torch.where((reason == 0) & ~gradient.isfinite().all(1), _NOT_FINITE, reason)
+        norms = _norms(R)
+        R = torch.where(norms > 0, R, 0.0)  # squares of very small numbers are zero
+        gradient = _dot(R, z[:, None])
+        reason = torch.where((reason == 0) & ~gradient.isfinite().all(0), _NOT_FINITE, reason)
         D = torch.maximum(D, norms)
-        is_flat = gradient.abs() <= tolerance * norms * size[:, None]
-        held = None
+        is_flat, free, right = abs(gradient) <= tolerance * norms * size, R, z
         if bounds is not None:
             held = ((p <= bounds[0]) & (gradient > 0)) | ((p >= bounds[1]) & (gradient < 0))
             is_flat |= held
-        reason = torch.where((reason == 0) & is_flat.all(1), _GTOL, reason)
-        done = reason != 0
-        if bool(done.any()) or step == max_steps:
-            done |= step == max_steps
-            ends[index[done]], reasons[index[done]], steps[index[done]] = p[done], reason[done], step
-            if bool(done.all()):
-                break
-            state = (index, p, f, R, z, size, D, damping, radius, reason)
-            index, p, f, R, z, size, D, damping, radius, reason = (part[~done] for part in state)
-            data, held = [of_data[~done] for of_data in data], None if held is None else held[~done]
+            free, right = _with_diagonal(torch.where(held, 0.0, R), z, held)
+        reason = torch.where((reason == 0) & is_flat.all(0), _GTOL, reason)
         weights = torch.where(D > 0, D, 1.0)
-        extent = torch.linalg.vector_norm(weights * p, dim=1)
+        extent = _norms(weights * p)
         if step == 0:
             radius = torch.where(extent > 0, extent, 1.0)
-        free, right = R, z
-        if held is not None:
-            rows = torch.cat([R.masked_fill(held[:, None], 0.0), torch.diag_embed(held.to(R.dtype))], 1)
-            free, right = _triangular(rows, torch.cat([z, torch.zeros_like(z)], 1))
-        d, damping = _step(free, right, weights, radius, damping)
+        scaled, damping = _step(free / weights, right, radius, damping)
+        d = scaled / weights
+        new, is_last = p + d, (reason == 0) & (damping == 0)
         if bounds is not None:
-            d = (p + d).clamp(*bounds) - p
-        length = torch.linalg.vector_norm(weights * d, dim=1)
+            unbounded, new = new, torch.clamp(new, *bounds)
+            d, is_last = new - p, is_last & (new == unbounded).all(0)
+        length = _norms(weights * d)
         if step == 0:
             radius = torch.minimum(radius, length)
-        Rd = (R @ d[:, :, None])[..., 0]
-        predicted = -(Rd * (Rd + 2 * z)).sum(1)
-        further = problem(p + d, data)
+        Rd = (R * d).sum(1)
+        predicted = -_dot(Rd, Rd + 2 * z)
+        # The last step of a fit is not tried: the residuals at its end are computed with the covariance.
+        is_last &= predicted <= tolerance * f
+        p, reason = torch.where(is_last, new, p), torch.where(is_last, _FTOL, reason)
+        done = (reason != 0) | (step == max_steps)
+        if bool(done.any()):
+            ends[:, index[done]], reasons[index[done]], steps[index[done]] = p[:, done], reason[done], step
+            if bool(done.all()):
+                break
+            left = (~done).nonzero()[:, 0]
+            state = (index, p, f, R, z, size, D, damping, radius, slow, reason, extent, new, length, predicted)
+            index, p, f, R, z, size, D, damping, radius, slow, reason, extent, new, length, predicted = (
+                part[..., left] for part in state
+            )
+            data = [of.index_select(0, left) for of in data]
+        further = problem(new, data)
         reduction = f - further[0]
-        ratio = torch.where(predicted > 0, reduction / predicted, 0.0).nan_to_num(-1.0, -1.0, -1.0)
+        ratio = torch.where(predicted > 0, reduction / predicted, 0.0)  # NaN if the new residuals are
         shrunk = torch.where(reduction > -99 * f, 0.5, 0.1) * torch.minimum(radius, 10 * length)
         grown = torch.where((ratio >= 0.75) | (damping == 0), 2 * length, radius)
-        radius = torch.where(ratio <= 0.25, shrunk, grown)
-        is_small = (reduction.abs() <= tolerance * f) & (predicted <= tolerance * f) & (ratio <= 2)
-        reason = torch.where(radius <= tolerance * extent, _XTOL, torch.where(is_small, _FTOL, reason))
-        taken = ratio > _TAKEN
-        p, f, R, z, size = (
-            torch.where(taken.view(-1, *[1] * (new.dim() - 1)), new, old)
-            for new, old in zip((p + d, *further), (p, f, R, z, size), strict=True)
-        )
+        radius = torch.where(ratio > 0.25, grown, shrunk)
+        taken, change = ratio > _TAKEN, torch.maximum(abs(reduction), predicted) / f
+        slow = torch.where(change <= _SLOW[0] * tolerance, slow + 1, torch.where(taken, 0, slow))
+        is_small = ((change <= tolerance) & (ratio <= 2)) | (slow >= _SLOW[1])
+        reason = torch.where(~(radius > tolerance * extent), _XTOL, torch.where(is_small, _FTOL, reason))
+        states = zip((new, *further), (p, f, R, z, size), strict=True)
+        p, f, R, z, size = (torch.where(taken, after, before) for after, before in states)
     return ends, reasons, steps

@@ -90,6 +90,19 @@ def test_fits_of_a_batch_are_those_of_each_alone(decays, leading):
     assert cut_off.reason == ["max_steps"] and not cut_off.converged and cut_off.steps == 1
 
 
+def test_fits_in_parts_have_their_own_data():
+    generator = torch.Generator().manual_seed(0)
+    x, true = 4 * torch.rand(6000, 30, dtype=torch.float64, generator=generator), torch.ones(6000, 3).double()
+    true[:, 1] += torch.linspace(0, 1, 6000)
+    y, sigma = decay(x, *true[:, :, None].unbind(1)) + 0.01 * torch.sin(20 * x), 0.01 + 0.01 * x
+    fits = curve_fit(decay, x, y, torch.ones_like(true), sigma=sigma)
+    assert fits.converged.all()
+    for index in (0, 4400, 5999):
+        alone = curve_fit(decay, x[index], y[index], [1.0, 1.0, 1.0], sigma=sigma[index])
+        for name in ("parameters", "covariance", "residuals"):
+            torch.testing.assert_close(getattr(fits, name)[index], getattr(alone, name), rtol=1e-5, atol=1e-8)
+
+
 def test_a_curve_whose_rows_depend_on_each_other_has_the_right_derivatives(decays):
     x, y, _ = decays
 
@@ -179,6 +192,23 @@ def test_parameters_without_influence_at_the_start_do_not_stop_a_fit():
     unused = curve_fit(lambda x, a, b: a * x + 0 * b, x, 3 * x, [1.0, 1.0])
     torch.testing.assert_close(unused.parameters, torch.tensor([3.0, 1.0], dtype=torch.float64))
     assert unused.converged and unused.steps < 10 and unused.covariance.isinf().all()
+    many = curve_fit(lambda x, a, b: a * x + 0 * b, x, (3 * x).expand(70, 80), torch.ones(70, 2, dtype=torch.float64))
+    torch.testing.assert_close(many.parameters, unused.parameters.expand(70, 2))
+    assert many.converged.all() and many.covariance.isinf().all()
+
+
+@pytest.mark.parametrize(
+    ("f", "start"),
+    [
+        (lambda x, a, w, p, c: a * torch.sin(w * x + p) + c, [0.7, 0.7, -0.1, 0.0]),
+        (lambda x, a, b, c: a / (1 + exp(-b * (x - c))), [2.0, 5.0, 80.0]),
+    ],
+    ids=["minimum at infinity", "tiny derivatives"],
+)
+def test_a_fit_that_gets_nowhere_ends_long_before_the_last_step(f, start):
+    x = torch.linspace(0, 10, 60, dtype=torch.float64)
+    fit = curve_fit(f, x, torch.sin(1.5 * x), start)
+    assert fit.converged and fit.steps < 500
 
 
 def test_infinite_sigma_masks_measurements(decays):
@@ -208,6 +238,8 @@ def test_residual_functions_with_data_of_their_own():
 
     fits = levenberg_marquardt(residuals, torch.zeros(2, 2, dtype=torch.float64), targets)
     torch.testing.assert_close(fits.parameters, torch.stack([targets[:, 0], targets[:, 0] ** 2], 1))
+    with pytest.raises(ValueError, match="as many as the 2 parameters at least, but are 1"):
+        levenberg_marquardt(lambda p, target: target[:1] - p[:1], torch.zeros(2, 2, dtype=torch.float64), targets)
 
 
 def test_derivatives_that_become_nan_on_the_way_end_the_fit_as_not_finite():

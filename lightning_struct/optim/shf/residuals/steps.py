@@ -18,6 +18,7 @@ from lightning_struct.functional.residuals.penalties import EVERY_N_STEPS, Penal
 from lightning_struct.functional.residuals.residual_rows import RowRecords
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.solvers.curve_fit import inverse_of_normal_matrices
+from lightning_struct.functional.torch_tools import triangular_factor
 from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.report import StepReport
 from lightning_struct.optim.shf.residuals.model import ResidualBatch, ResidualModel
@@ -305,8 +306,7 @@ class ResidualSteps(Steps):
         if model.rows <= count:
             raise ValueError(f"{model.rows} residuals are too few for a covariance of {count} parameters")
         rows = model.batch.jacobian(matrix_form(model.rows, count)).gathered(all_gather_unequal).dense()
-        held = torch.zeros(1, count, dtype=torch.bool, device=rows.device)
-        inverse = inverse_of_normal_matrices(rows[None], held)[0]
+        inverse = inverse_of_normal_matrices(triangular_factor(rows)[..., None])[..., 0]
         if not bool(inverse.isfinite().all()):
             raise ValueError("the residuals do not determine the parameters: their Jacobian is singular")
         return 2.0 * model.value / (model.rows - count) * inverse

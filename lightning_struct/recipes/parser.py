@@ -4,16 +4,13 @@ Needs the extra ``recipes``: only the command line of a recipe imports it.
 """
 
 import argparse
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from inspect import signature
-from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml  # type: ignore[import-untyped]  # a requirement of Lightning
 from jsonargparse import ActionConfigFile
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -28,7 +25,7 @@ UNKNOWN_OPTION = re.compile(
     r"|No action for key [\"'](?P<unhandled>[\w.]+)[\"']"
 )
 SHORT_HELP = {
-    "print_config": "Print the whole configuration and end.",
+    "print_config": "Print the configuration with all of its values, and end.",
     "seed_everything": "Seed of the initial weights; that of batches and points is --data.seed.",
     "trainer.max_epochs": "Epochs of training at most.",
     "ckpt_path": "The checkpoint to go on from; it brings the configuration of its run.",
@@ -84,7 +81,7 @@ class RecipeParser(LightningArgumentParser):
         self.recipe, self.model_class, self.full_help = recipe, model_class, full_help
 
     def format_help(self, *arguments: Any, **options: Any) -> str:
-        """Describe the options of the recipe, and the values of its config; or, if it is asked for, all options."""
+        """Describe the options of the recipe; or, if it is asked for, all options."""
         if self.full_help:
             return super().format_help(*arguments, **options)
         for action in self._actions:
@@ -92,33 +89,13 @@ class RecipeParser(LightningArgumentParser):
                 action.help = SHORT_HELP[action.dest]
             elif LEFT_OUT.match(action.dest):
                 action.help = argparse.SUPPRESS
-        return f"{super().format_help(*arguments, **options)}\n{MORE_HELP}{self._values_of_config()}"
-
-    def _values_of_config(self) -> str:
-        """The values of the config that is read if none is named, as options."""
-        lines = ["\nvalues of the config:"] if self.default_config_files else []
-        for path in self.default_config_files:
-            config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-            lines += [f"  {option}" for part in ("model", "data") for option in _options(f"--{part}", config[part])]
-        return "\n".join([*lines, ""])
+        return f"{super().format_help(*arguments, **options)}\n{MORE_HELP}"
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End with the message, and the nearest right name below it."""
         # a parser within this one may have asked
         question = "" if "Did you mean" in message else suggestion(message, self)
         super().error(f"{message}\n{question}" if question else message, ex)
-
-
-def _options(name: str, value: Any) -> Iterator[str]:
-    """The options that set ``name`` to a value of a config, a class with its arguments among them."""
-    if not isinstance(value, Mapping):
-        yield f"{name}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
-        return
-    if "class_path" in value:
-        yield f"{name}={value['class_path']}"
-        value = value.get("init_args", {})
-    for key, argument in value.items():
-        yield from _options(f"{name}.{key}", argument)
 
 
 def suggestion(message: str, parser: argparse.ArgumentParser) -> str:

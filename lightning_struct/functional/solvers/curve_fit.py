@@ -1,6 +1,6 @@
 """Small nonlinear least-squares problems, one or thousands at once: the method of Levenberg, Marquardt and Moré."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,10 +17,7 @@ Bounds: TypeAlias = Sequence[Any] | Tensor
 _LEAST = 1e-3  # damping of a singular problem, of the largest
 _SEARCHES = 10  # for the damping of a radius
 _TAKEN = 1e-4  # of the predicted reduction of the loss
-_SLOW = (
-    100,
-    20,
-)  # tolerances, and steps: so many that reduce the loss by no more end a fit, whose minimum may be infinity
+_SLOW = 100, 20  # tolerances, and steps that change the loss by no more: a fit ends, its minimum may be at infinity
 _BY_QR = 64  # problems at once; more are factorised by Cholesky, which is faster and squares the condition number,
 _PIVOT = 1e-9  # but for those with a squared pivot below this share of its column's square
 _CHECKED = 16  # problems whose derivatives by rows are compared with those by parameters
@@ -451,10 +448,12 @@ def _with_diagonal(R: Tensor, z: Tensor, diagonal: Tensor) -> tuple[Tensor, Tens
     return _triangular(matrix)[:2]
 
 
-def _solved(T: Tensor, b: Tensor, order: Iterable[int]) -> Tensor:
-    """T⁻¹ b of triangular matrices T (P, P, B) and b (P, B), whose unknowns are found in this order."""
+def _solved(T: Tensor, b: Tensor, *, upper: bool) -> Tensor:
+    """T⁻¹ b of triangular matrices T (P, P, B) and b (P, B)."""
+    if b.shape[1] <= _BY_QR:
+        return torch.linalg.solve_triangular(T.permute(2, 0, 1), b.T[..., None], upper=upper)[..., 0].T
     x = torch.zeros_like(b)
-    for i in order:
+    for i in range(len(b) - 1, -1, -1) if upper else range(len(b)):
         x[i] = (b[i] - _dot(T[i], x)) / T[i, i]
     return x
 
@@ -467,9 +466,9 @@ def _step(R: Tensor, z: Tensor, radius: Tensor, damping: Tensor) -> tuple[Tensor
 
     def solve(R: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """d, ‖d‖, and minus its logarithmic derivative by λ."""
-        d = -_solved(R, z, range(len(z) - 1, -1, -1))
+        d = -_solved(R, z, upper=True)
         length = _norms(d)
-        return d, length, _norms(_solved(R.transpose(0, 1), d / length, range(len(d)))) ** 2
+        return d, length, _norms(_solved(R.transpose(0, 1), d / length, upper=False)) ** 2
 
     d, length, slope = solve(R, z)
     new, is_long = torch.zeros_like(radius), ~(length <= 1.1 * radius)

@@ -81,11 +81,15 @@ def of_channels(linear: Callable[[Tensor], Tensor], x: Tensor, stride: Sizes) ->
 
 def of_patches(linear: Callable[[Tensor], Tensor], x: Tensor, convolution: Any) -> Tensor:
     """A map of the last dimension for the patches of a convolution of one group: (..., out_channels, *pixels)."""
+    if is_pointwise(convolution):
+        return of_channels(linear, x, convolution.stride)
     mode = convolution.padding_mode
     x = F.pad(x, convolution._reversed_padding_repeated_twice, "constant" if mode == "zeros" else mode)
     dimensions = len(convolution.kernel_size)
     for size, step, dilation in zip(convolution.kernel_size, convolution.stride, convolution.dilation, strict=True):
-        x = x.unfold(-dimensions, dilation * (size - 1) + 1, step)[..., ::dilation]
+        first = torch.arange(0, x.shape[-dimensions] - dilation * (size - 1), step, device=x.device)
+        at = first[:, None] + dilation * torch.arange(size, device=x.device)
+        x = x.index_select(-dimensions, at.flatten()).unflatten(-dimensions, at.shape).movedim(-dimensions, -1)
     patches = x.movedim(-2 * dimensions - 1, -dimensions - 1).flatten(-dimensions - 1)
     return linear(patches).movedim(-1, -dimensions - 1)
 

@@ -257,7 +257,7 @@ class RandomizedHadamard(_HadamardLinear):
     def _dense(self) -> Tensor:
         sizes = self.out_features, self.in_features, self.terms, self.length
         is_kept = min(sizes[:2]) * self.terms * self.length <= _LARGEST_CONSTANT
-        is_kept &= type(self.G) in (Tensor, nn.Parameter)  # and no fake one of a tracer
+        is_kept &= type(self.G) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()  # no fake one
         return self._prepare_factors().to_dense(_kept_rows(*sizes, self.G.dtype, self.G.device) if is_kept else None)
 
     def _prepare_factors(self) -> HadamardTerms:

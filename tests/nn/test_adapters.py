@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
+from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -417,7 +417,10 @@ def test_convolution_of_few_and_of_many_patches_is_by_the_sum_of_weights(case, i
     outputs = layer(x), functional_call(layer.base, {"weight": layer.weight}, (x,))
     torch.testing.assert_close(*outputs)
     torch.testing.assert_close(layer(x[0]), outputs[1][0])  # an image without a batch
-    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), [x, layer.update.adapter.G]) for y in outputs))
+    found, expected = (torch.autograd.grad(y.square().sum(), [x, layer.update.adapter.G]) for y in outputs)
+    torch.testing.assert_close(found, expected)
+    of_each = vmap(grad(lambda image: layer(image).square().sum()))(x.detach())  # without a warning, too
+    torch.testing.assert_close(of_each, expected[0])
 
 
 def test_convolution_of_few_patches_makes_no_matrix():

@@ -117,8 +117,9 @@ class RLSOptimization(ManualOptimization):
             The loss before the step, detached; None if the module's own ``training_step`` returns none: then no step
             is taken. To a ``training_step`` that extends this one, the loss with its graph.
         """
-        if not _is_missing(super().training_step):
-            return super().training_step(batch, batch_idx)
+        own: Any = super().training_step
+        if own.__func__ not in [module.training_step for module in lightning_classes("LightningModule")]:
+            return own(batch, batch_idx)
         inputs, targets = self._requirements.as_pair(self, self.inputs_and_targets(batch))
         loss = 0.5 * SquaredError().residual(self(inputs), targets).square().sum() / len(targets)  # equation (57)
         self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(targets), sync_dist=True)
@@ -157,8 +158,3 @@ class RLSOptimization(ManualOptimization):
         for config in self.trainer.lr_scheduler_configs:
             if config.interval == interval and number % config.frequency == 0:
                 self.lr_scheduler_step(config.scheduler, None)
-
-
-def _is_missing(training_step: Any) -> bool:
-    """Whether it is Lightning's own, which does nothing."""
-    return training_step.__func__ in [module.training_step for module in lightning_classes("LightningModule")]

@@ -46,11 +46,8 @@ def fits_memory(needed: Mapping[str, tuple[int, str]], device: torch.device) -> 
 def available_memory(device: torch.device) -> int | None:
     """Free bytes of a device; None if that cannot be asked."""
     if device.type == "cuda":
-        return (
-            torch.cuda.mem_get_info(device)[0]
-            + torch.cuda.memory_reserved(device)
-            - torch.cuda.memory_allocated(device)
-        )
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     if device.type != "cpu":
         return None
     free = [_free_of_the_machine(), _free_of_the_container()]

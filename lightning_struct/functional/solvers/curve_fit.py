@@ -217,7 +217,7 @@ def levenberg_marquardt(
                 [1., 1.]], dtype=torch.float64)
     """
     parameters, batch = _real("parameters", parameters), parameters.shape[:-1]
-    if not parameters.dim() or parameters.dtype.itemsize < 4:
+    if not parameters.dim() or not parameters.numel() or parameters.dtype.itemsize < 4:
         raise ValueError(f"parameters must be (..., P) in float32 or float64, but are {_shape(parameters)}")
     for number, of_data in enumerate(data):
         as_tensor(f"data {number}", of_data)
@@ -234,12 +234,6 @@ def levenberg_marquardt(
         yield rows
 
     return _fits(evaluate, parameters, flat, bounds, loss, scale, max_steps, tolerance)
-
-
-Evaluate: TypeAlias = Callable[[Tensor, Sequence[Tensor]], Iterator[Tensor]]
-"""Parameters (P, B) and the data of B problems -> some problems after the others: the columns of J, and r, as rows."""
-Problem: TypeAlias = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]
-"""The same -> Σ ρ, and R, z and ‖r‖ of the problems whose rows have the roots of the weights of the loss."""
 
 
 def _real(name: str, value: Any) -> Tensor:
@@ -334,7 +328,7 @@ def _limits(bounds: Bounds | None, start: Tensor) -> list[Tensor] | None:
 
 
 def _fits(
-    evaluate: Evaluate,
+    evaluate: Callable[[Tensor, Sequence[Tensor]], Iterator[Tensor]],
     start: Tensor,
     data: Sequence[Tensor],
     bounds: Bounds | None,
@@ -346,22 +340,24 @@ def _fits(
     *,
     scaled: bool = True,
 ) -> CurveFit:
-    """The fits of all problems; ``counts`` are the numbers of residuals that count, None: all."""
+    """The fits of all problems.
+
+    Args:
+        evaluate: of parameters (P, B) and the data of B problems, yields the columns of J, and r, as rows (_, P + 1, N)
+            of some problems after the others.
+        counts: the numbers of residuals that count; None: all.
+    """
     if loss not in _LOSSES:
         raise ValueError(f"loss must be one of {', '.join(map(repr, _LOSSES))}, but is {loss!r}")
-    if start.numel() == 0:
-        raise ValueError(f"there are no parameters: {_shape(start)}")
     batch, count = start.shape[:-1], start.shape[-1]
-    limits = _limits(bounds, start)
-    rho, derivative = _LOSSES[loss]
+    limits, (rho, derivative) = _limits(bounds, start), _LOSSES[loss]
 
     def weighted(rows: Tensor) -> tuple[Tensor, ...]:
         if loss == "squared":
             R, z, size = _triangular(rows)
             return size**2, R, z, size
         ratio = (rows[:, -1] / scale).square()
-        value = scale**2 * rho(ratio).sum(1)
-        return value, *_triangular(rows * derivative(ratio).sqrt()[:, None])
+        return scale**2 * rho(ratio).sum(1), *_triangular(rows * derivative(ratio).sqrt()[:, None])
 
     def problem(p: Tensor, data: Sequence[Tensor]) -> Sequence[Tensor]:
         return _joined([weighted(rows) for rows in evaluate(p, data)])
@@ -495,9 +491,13 @@ def _step(R: Tensor, z: Tensor, radius: Tensor, damping: Tensor) -> tuple[Tensor
 
 
 def _minimise(
-    problem: Problem, p: Tensor, data: Sequence[Tensor], bounds: list[Tensor] | None, max_steps: int, tolerance: float
+    problem: Callable[..., Any], p: Tensor, data: Sequence[Tensor], bounds: Any, max_steps: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Parameters (P, B), the indices of the reasons (B,), and steps (B,)."""
+    """Parameters (P, B), the indices of the reasons (B,), and steps (B,).
+
+    ``problem`` returns, of parameters (P, B) and data, Σ ρ, and R, z and ‖r‖ of the problems whose rows have the roots
+    of the weights of the loss.
+    """
     tolerance = max(tolerance, 4 * torch.finfo(p.dtype).eps)
     ends, index = p.clone(), torch.arange(p.shape[1], device=p.device)
     reasons, steps = torch.zeros_like(index), torch.full_like(index, max_steps)

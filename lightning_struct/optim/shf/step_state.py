@@ -219,7 +219,8 @@ class BufferUpdates:
         self._module(*args)
         if self._writes is None:
             same = _is_same(state, _state(self._module))
-            self._writes = not (same and all(map(_equal, buffers, before)))
+            pairs = zip(before, buffers, strict=True) if same else ()
+            self._writes = not (same and all(b.layout is not torch.strided or torch.equal(a, b) for a, b in pairs))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -258,7 +259,3 @@ def _is_same(before: tuple[list[Tensor], list[int]], after: tuple[list[Tensor], 
     """Whether the same tensors are there, and none was written to."""
     (old, old_versions), (new, new_versions) = before, after
     return len(old) == len(new) and all(map(is_, old, new)) and old_versions == new_versions
-
-
-def _equal(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.layout is not torch.strided or torch.equal(tensor, other)

@@ -411,7 +411,7 @@ class DampedSteps:
 
     def _step(self, damping: float) -> DampedStep:
         """The step for one λ: about the minimum over d of ½‖r(w + d)‖² + ½λ²‖d - d0‖², with J as it is at w."""
-        damping, model = self._within(damping), self._model
+        damping, model = min(max(damping, self._smallest), self._largest), self._model
         d = self._solver.direction(damping)
         batch = model.batch
         residual = batch.residual_at(d)
@@ -430,6 +430,3 @@ class DampedSteps:
             if is_slow:
                 break
         return DampedStep(d, damping, value if math.isfinite(value) else math.inf, predicted, residual)
-
-    def _within(self, damping: float) -> float:
-        return min(max(damping, self._smallest), self._largest)

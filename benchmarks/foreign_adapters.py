@@ -7,8 +7,8 @@
 A vision transformer (two blocks of width 64) and a ResNet-18 learn the digits 0 to 4 of scikit-learn, 8 x 8 pixels;
 then they are adapted to the digits 5 to 9 by 20 images of each, with a new head, and tested on all others.
 EfficientNet-lite0 with the weights of ImageNet and frozen batch norms is adapted to CIFAR-10 at 112 x 112 pixels, and
-tested on 1,000 images. All layers have adapters, those of LoRA without depthwise ones, which peft cannot adapt. A row
-has the rate with the best mean over seeds, of the four of its way.
+tested on 1,000 images. All layers have adapters, those of LoRA without depthwise ones, for which peft has none of so
+low a rank. A row has the rate with the best mean over seeds, of the four of its way.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def compressed() -> Figure:
             "after_8": numbers(after_8)[0],
         }
         runs += [{**run, "after": each} for each in numbers(after)]
-    return compress.draw(runs, list(compress.TASKS))
+    return compress.draw(runs, list(compress.TASKS)[:3])
 
 
 # --- runs that are kept -----------------------------------------------------------------------------------------------

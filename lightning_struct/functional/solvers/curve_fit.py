@@ -218,7 +218,7 @@ def levenberg_marquardt(
     """
     parameters, batch = _real("parameters", parameters), parameters.shape[:-1]
     if not parameters.dim() or not parameters.numel() or parameters.dtype.itemsize < 4:
-        raise ValueError(f"parameters must be (..., P) in float32 or float64, but are {_shape(parameters)}")
+        raise ValueError(f"parameters must be (..., P), float32 or float64: {_shape(parameters)} {parameters.dtype}")
     for number, of_data in enumerate(data):
         as_tensor(f"data {number}", of_data)
         if of_data.shape[: len(batch)] != batch:
